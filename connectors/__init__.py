@@ -1,0 +1,1 @@
+"""The `pd` KV connector: vLLM's NIXL and offloading connectors composed into one."""

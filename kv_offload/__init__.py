@@ -1,0 +1,1 @@
+"""Tiers below GPU memory: the offloading spec and worker that vLLM's OffloadingConnector runs."""

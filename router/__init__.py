@@ -1,0 +1,1 @@
+"""The standalone router: one OpenAI endpoint for a whole cluster. Imports neither vllm nor torch."""

@@ -1,0 +1,17 @@
+"""The errors a user can meet. Each message is one sentence that names the cause and says what to change."""
+
+
+class PDError(Exception):
+    """Base of every error that vllm-pd raises on purpose."""
+
+
+class SettingsError(PDError, ValueError):
+    """A setting is unknown, malformed, or contradicts another; the message says what to change."""
+
+
+class StoreError(PDError):
+    """The store (Redis) did not answer in time or answered with an error; nothing was lost."""
+
+
+class UnsupportedVLLMError(PDError):
+    """The installed vLLM lacks an internal that vllm-pd needs; the message names the supported versions."""

@@ -1,0 +1,1 @@
+"""Launching a cluster of local processes: store, workers, router."""
