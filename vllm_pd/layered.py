@@ -24,8 +24,8 @@ class Setting:
 
     Attributes:
         help: one sentence for `--help`.
-        env: environment variable that mirrors it.
-        flag: command-line flag that sets it.
+        env: environment variable that mirrors it, or "" for none.
+        flag: command-line flag that sets it, or "" for none.
         parse: turns a string (flag, environment) or a YAML/JSON value into the field's value; raises ValueError
             with a phrase that completes "NAME ...".
         secret: shown as `***` by `describe`.
@@ -39,10 +39,22 @@ class Setting:
 
 
 def setting(
-    *, help: str, env: str, flag: str, parse: Callable[[Any], Any], default: Any = None, secret: bool = False
+    *, help: str, parse: Callable[[Any], Any], default: Any, env: str = "", flag: str = "", secret: bool = False
 ) -> Any:
-    """Declare a field of a settings dataclass; see `Setting`."""
-    return dataclasses.field(default=default, metadata={"setting": Setting(help, env, flag, parse, secret)})
+    """Declare a field of a settings dataclass; see `Setting`. A class as `default` is called for each object."""
+    metadata = {"setting": Setting(help, env, flag, parse, secret)}
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class SecretUrl(str):
+    """A URL whose `repr` hides the password: vLLM logs its arguments and configuration by `repr`."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(redact(str(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +139,7 @@ def resolve(
     for name, spec in specs.items():
         if flags.get(name) is not None:
             raw, layer, label = flags[name], "flag", spec.flag
-        elif environ.get(spec.env):
+        elif spec.env and environ.get(spec.env):
             raw, layer, label = environ[spec.env], "environment", spec.env
         elif from_file.get(name) is not None:
             raw, layer, label = from_file[name], "file", f"{name} in {file_name}"
