@@ -1,0 +1,1 @@
+"""A package, so that pytest puts the repository root on the path and tests can import `scripts` and `benchmarks`."""
