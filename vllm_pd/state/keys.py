@@ -1,0 +1,62 @@
+"""Every key name in Redis, in one place.
+
+All keys of a pool share the hash tag `{pd:<namespace>:<pool>}` and therefore one slot of a cluster, so a script may
+touch several of them. The directory of pools has a slot of its own and is never in a script with another key.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from vllm_pd.errors import SettingsError
+from vllm_pd.state.base import PoolId, WorkerId
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def check_namespace(namespace: str) -> str:
+    """Return `namespace` if it may be part of a key.
+
+    Raises:
+        SettingsError: it is empty, too long, or has a character that could end a hash tag or a key part.
+    """
+    if not _NAMESPACE.fullmatch(namespace):
+        raise SettingsError(
+            f"The namespace must be 1 to 64 letters, digits, '_', '.' or '-', got {namespace!r}; change --pd-namespace."
+        )
+    return namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Key names of one namespace."""
+
+    namespace: str
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
+
+    @property
+    def pools(self) -> str:
+        """ZSET: pool -> when its last lease ends, ms of the store's clock."""
+        return f"{{pd:{self.namespace}}}:pools"
+
+    def workers(self, pool: PoolId) -> str:
+        """ZSET: worker id -> when its lease ends, ms of the store's clock."""
+        return f"{self._tag(pool)}:workers"
+
+    def worker(self, pool: PoolId, worker: WorkerId) -> str:
+        """HASH with the lease as time to live: `epoch` (digits) and `record` (JSON of `WorkerRecord`)."""
+        return f"{self._tag(pool)}:worker:{worker}"
+
+    def load(self, pool: PoolId, worker: WorkerId) -> str:
+        """HASH with a time to live: rank of the API server process -> `<end ms>:<msgpack {engine: WorkerLoad}>`."""
+        return f"{self._tag(pool)}:load:{worker}"
+
+    def tokenizer(self, pool: PoolId, sha: str) -> str:
+        """STRING with a time to live: msgpack of `TokenizerFiles` whose hex SHA-256 is `sha`."""
+        return f"{self._tag(pool)}:tokenizer:{sha}"
+
+    def _tag(self, pool: PoolId) -> str:
+        return f"{{pd:{self.namespace}:{pool}}}"
