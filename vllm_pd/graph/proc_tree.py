@@ -1,0 +1,105 @@
+"""Which processes belong to one that we started, from Linux's /proc.
+
+A process is named by its pid together with its start time, because the kernel reuses pids: signalling a remembered
+number alone could hit a stranger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+SHM = "/dev/shm/"
+_DEAD_STATES = frozenset("ZX")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process. `started` is in clock ticks after boot."""
+
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    id: ProcessId
+    state: str
+    parent: int
+    session: int
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    # The name, in parentheses, may hold spaces and parentheses itself; what follows the last one is regular.
+    fields = text.rpartition(")")[2].split()
+    return _Stat(ProcessId(pid, int(fields[19])), fields[0], int(fields[1]), int(fields[3]))
+
+
+def _living() -> list[_Stat]:
+    stats = (_read_stat(int(entry.name)) for entry in PROC.iterdir() if entry.name.isdigit())
+    return [stat for stat in stats if stat is not None and stat.state not in _DEAD_STATES]
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The process that has this pid now; None if there is none."""
+    stat = _read_stat(pid)
+    return stat.id if stat is not None else None
+
+
+def family(leader: ProcessId) -> frozenset[ProcessId]:
+    """Everything that runs in the session that `leader` leads or led, or descends from it; zombies left out."""
+    now = identify(leader.pid)
+    if now is not None and now != leader:
+        # The pid was reused. The kernel does that only after the last member of the old session is gone.
+        return frozenset()
+    living = _living()
+    members = {stat.id.pid: stat.id for stat in living if stat.session == leader.pid}
+    grew = True
+    while grew:
+        children = {s.id.pid: s.id for s in living if s.parent in members and s.id.pid not in members}
+        members |= children
+        grew = bool(children)
+    return frozenset(members.values())
+
+
+def is_alive(process: ProcessId) -> bool:
+    """Whether exactly this process still runs (a zombie does not)."""
+    stat = _read_stat(process.pid)
+    return stat is not None and stat.id == process and stat.state not in _DEAD_STATES
+
+
+def send(processes: Iterable[ProcessId], number: signal.Signals) -> None:
+    """Signal those that still run. A pid that was reused meanwhile is left alone."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(process.pid)
+            try:
+                # The handle pins the process, so what is checked now is what gets the signal.
+                if is_alive(process):
+                    signal.pidfd_send_signal(handle, number)
+            finally:
+                os.close(handle)
+
+
+def shared_memory(processes: Iterable[ProcessId]) -> frozenset[str]:
+    """Paths in /dev/shm that the processes have mapped or open and that still have a name."""
+    found: set[str] = set()
+    for process in processes:
+        folder = PROC / str(process.pid)
+        with contextlib.suppress(OSError):
+            for line in (folder / "maps").read_text().splitlines():
+                found.add(line.split(maxsplit=5)[-1])
+        with contextlib.suppress(OSError):
+            for entry in (folder / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(str(entry.readlink()))
+    return frozenset(path for path in found if path.startswith(SHM) and not path.endswith(" (deleted)"))
