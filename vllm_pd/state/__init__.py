@@ -18,10 +18,14 @@ from vllm_pd.state.base import (
     WorkerRecord,
     WorkerState,
 )
+from vllm_pd.state.memory_registry import MemoryRegistry, MemoryStore
+from vllm_pd.state.open_registry import open_registry
 
 __all__ = [
     "Epoch",
     "HeartbeatResult",
+    "MemoryRegistry",
+    "MemoryStore",
     "PoolId",
     "PoolSpec",
     "Registry",
@@ -32,4 +36,5 @@ __all__ = [
     "WorkerLoad",
     "WorkerRecord",
     "WorkerState",
+    "open_registry",
 ]

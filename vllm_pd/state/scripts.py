@@ -1,0 +1,95 @@
+"""The Lua scripts of the registry. Each touches keys of one slot only and reads the time from the store.
+
+They are sent as text (EVAL): a few hundred bytes every few seconds, and nothing to reload after a store restarted.
+"""
+
+_NOW = """
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local function ms(n) return string.format('%.0f', n) end
+"""
+
+# Bounded, so that one call never does the work of a thousand dead members.
+_DROP_EXPIRED = """
+local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', ms(now), 'LIMIT', 0, 64)
+if #dead > 0 then redis.call('ZREM', KEYS[1], unpack(dead)) end
+"""
+
+# The set outlives its last lease by nothing: a pool that nobody visits again leaves no key behind.
+_KEEP_SET = """
+if redis.call('PTTL', KEYS[1]) < lease then redis.call('PEXPIRE', KEYS[1], lease) end
+"""
+
+HEARTBEAT = (
+    """
+-- KEYS: workers, worker, load. ARGV: id, epoch, lease ms, record.
+"""
+    + _NOW
+    + """
+local lease = tonumber(ARGV[3])
+local stored = redis.call('HGET', KEYS[2], 'epoch')
+if stored and tonumber(stored) > tonumber(ARGV[2]) then return 'stale' end
+local ends = redis.call('ZSCORE', KEYS[1], ARGV[1])
+local renewed = stored == ARGV[2] and ends and tonumber(ends) > now
+-- What an earlier start of this worker said about its load is not this one's load.
+if stored and stored ~= ARGV[2] then redis.call('DEL', KEYS[3]) end
+redis.call('HSET', KEYS[2], 'epoch', ARGV[2], 'record', ARGV[4])
+redis.call('PEXPIRE', KEYS[2], lease)
+redis.call('ZADD', KEYS[1], ms(now + lease), ARGV[1])
+"""
+    + _DROP_EXPIRED
+    + _KEEP_SET
+    + """
+return renewed and 'renewed' or 'new'
+"""
+)
+"""Register or renew; answers `new`, `renewed` or `stale`."""
+
+TOUCH_POOL = (
+    """
+-- KEYS: pools. ARGV: pool, lease ms.
+"""
+    + _NOW
+    + """
+local lease = tonumber(ARGV[2])
+local ends = redis.call('ZSCORE', KEYS[1], ARGV[1])
+if not ends or tonumber(ends) < now + lease then redis.call('ZADD', KEYS[1], ms(now + lease), ARGV[1]) end
+"""
+    + _DROP_EXPIRED
+    + _KEEP_SET
+)
+"""Keep a pool in the directory for at least one lease."""
+
+LIVE = (
+    """
+-- KEYS: a ZSET of member -> end, ms.
+"""
+    + _NOW
+    + _DROP_EXPIRED
+    + """
+return {ms(now), redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. ms(now), '+inf', 'WITHSCORES')}
+"""
+)
+"""The store's time in ms and the members whose end is in the future, each followed by its end."""
+
+PUBLISH_LOAD = (
+    """
+-- KEYS: load. ARGV: writer, ttl ms, payload.
+"""
+    + _NOW
+    + """
+local lease = tonumber(ARGV[2])
+redis.call('HSET', KEYS[1], ARGV[1], ms(now + lease) .. ':' .. ARGV[3])
+"""
+    + _KEEP_SET
+)
+"""Replace one writer's load. Each field has an end of its own: the key lives as long as its liveliest writer."""
+
+WITHDRAW = """
+-- KEYS: workers, worker, load. ARGV: id, epoch.
+if redis.call('HGET', KEYS[2], 'epoch') ~= ARGV[2] then return 0 end
+redis.call('DEL', KEYS[2], KEYS[3])
+redis.call('ZREM', KEYS[1], ARGV[1])
+return 1
+"""
+"""Remove a worker if the epoch is the stored one; answers 1 if it did."""
