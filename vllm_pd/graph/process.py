@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from vllm_pd.errors import PDError
 from vllm_pd.graph import proc_tree
@@ -145,12 +146,16 @@ class ManagedProcess:
         while not self.probe(ready):
             waited = time.monotonic() - started
             if waited > deadline_s:
-                raise ProcessError(f"{self.spec.name} was not ready after {deadline_s:.0f} s; {self._last_words()}")
+                self.give_up(deadline_s)
             if progress is not None:
                 progress(waited)
             time.sleep(_POLL_S)
         self.observe()
         return self
+
+    def give_up(self, deadline_s: float) -> NoReturn:
+        """Raise the ProcessError that says it was not ready after `deadline_s` seconds."""
+        raise ProcessError(f"{self.spec.name} was not ready after {deadline_s:.0f} s; {self._last_words()}")
 
     def tail(self, lines: int = _TAIL_LINES) -> list[str]:
         """The last lines that this run wrote to its log."""

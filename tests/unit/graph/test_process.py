@@ -51,9 +51,9 @@ def test_a_url_that_answers_ends_the_wait_and_stop_ends_the_server(tmp_path: Pat
 
 
 def test_a_process_that_dies_early_fails_at_once_with_its_last_words(tmp_path: Path) -> None:
-    with python(tmp_path, "print('loading'); raise SystemExit('no memory left')") as process:
-        with pytest.raises(ProcessError) as caught:
-            process.wait_ready(lambda: False, deadline_s=600)
+    process = python(tmp_path, "print('loading'); raise SystemExit('no memory left')")
+    with process, pytest.raises(ProcessError) as caught:
+        process.wait_ready(lambda: False, deadline_s=600)
     message = str(caught.value)
     assert "worker ended with status 1 before it was ready" in message
     assert "no memory left" in message

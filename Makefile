@@ -1,0 +1,56 @@
+# `make` alone lists the targets. Every target uses the environment in .venv, which `make install` builds.
+
+PY := .venv/bin/python
+STAMP := .venv/.installed
+VLLM ?= 0.33.0
+KEEP ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-unit test-e2e test-contract lint format demo clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Build .venv: vLLM (CUDA or CPU), NIXL, this project, its tools
+
+# Rebuilt only when something it is made from changed.
+$(STAMP): setup.py pyproject.toml scripts/install.py
+	@python=; \
+	for name in python3.11 python3.12 python3.13 python3; do \
+	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "vllm-pd needs Python 3.11 or newer, and none of python3.11, python3.12, python3.13, python3 on PATH is one." >&2; \
+	  exit 1; \
+	fi; \
+	$$python scripts/install.py && touch $@
+
+test: install ## Run every test except those marked slow
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-unit: install ## Run the tests that start no vLLM server
+	$(PY) -m pytest tests/unit -m "not e2e and not slow" $(PYTEST_ARGS)
+
+test-e2e: install ## Run the tests on real vLLM servers
+	$(PY) -m pytest tests/e2e -m "not slow" $(PYTEST_ARGS)
+
+test-contract: install ## Check what is used of vLLM against a release's source: VLLM=0.33.0
+	$(PY) -m tests.contract --vllm $(VLLM)
+
+lint: install ## Check style and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m mypy scripts
+
+format: install ## Apply the style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+demo: install ## Prefill, decode and router answer a question; KEEP=1 leaves them running
+	@$(PY) -m scripts.demo $(if $(filter-out 0,$(KEEP)),--keep)
+
+clean: ## Remove the environment, models, caches and logs
+	rm -rf .venv .cache logs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
