@@ -1,0 +1,68 @@
+"""vLLM's file tier, kept within a budget.
+
+A file may be deleted between the lookup that found it and the load. vLLM's tier then reports the load as failed from
+that block on, marks those blocks as absent for the waiting requests, and the request goes on with the blocks before
+them and recomputes the rest; it neither fails nor asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm_pd.errors import SettingsError
+from vllm_pd.kv_offload.ssd_budget import Limits, SsdBudget, default_floor
+from vllm_pd.vllm_compat import FileSystemTierManager, TierJobResult, TierTransferJob
+
+
+class BoundedFileTier(FileSystemTierManager):  # type: ignore[misc]
+    """Runs in the scheduler process; built by vLLM's SecondaryTierFactory from `ssd_config.tier_config`.
+
+    Args:
+        root_dir: folder of this kind of block.
+        sweep_root: folder that the budget is for; `root_dir` is inside.
+        budget_bytes: what `sweep_root` may take.
+        floor_bytes: free space to keep on the file system; None for the default.
+        options: as vLLM's file tier.
+
+    Raises:
+        SettingsError: the folder cannot be made or written.
+    """
+
+    def __init__(
+        self, *, root_dir: str, sweep_root: str, budget_bytes: int, floor_bytes: int | None = None, **options: Any
+    ) -> None:
+        root = Path(sweep_root)
+        try:
+            # The files themselves are readable by all as vLLM writes them; the folder keeps others out.
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.chmod(0o700)
+            Path(root_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as e:
+            raise SettingsError(
+                f"The SSD tier cannot use {root} ({e.strerror}); give --pd-ssd-path a folder that this user can write."
+            ) from None
+        floor = default_floor(root) if floor_bytes is None else floor_bytes
+        super().__init__(root_dir=root_dir, **options)
+        self._refused: list[int] = []
+        self._budget = SsdBudget(root, Limits(budget_bytes, floor))
+        self._budget.start()
+
+    def submit_store(self, job_metadata: TierTransferJob) -> None:
+        """Write blocks, or drop them when they do not fit: the blocks stay in the tier above."""
+        if self._budget.admit(len(job_metadata.keys), self.block_size_bytes):
+            super().submit_store(job_metadata)
+        else:
+            self._refused.append(job_metadata.job_id)
+
+    def get_finished_jobs(self) -> Iterable[TierJobResult]:
+        refused, self._refused = self._refused, []
+        return [
+            *(TierJobResult(job_id=job_id, success=False) for job_id in refused),
+            *super().get_finished_jobs(),
+        ]
+
+    def shutdown(self) -> None:
+        self._budget.stop()
+        super().shutdown()
