@@ -173,7 +173,7 @@ def number(low: float, *, exclusive: bool = False, high: float | None = None) ->
         except (TypeError, ValueError):
             value = float("nan")
         if not (value > low if exclusive else value >= low) or (high is not None and value > high):
-            bound = f"{'above' if exclusive else 'at least'} {low:g}" + (f" and at most {high:g}" if high else "")
+            bound = f"{'above' if exclusive else 'at least'} {low:g}" + (f" and at most {high:,.0f}" if high else "")
             raise ValueError(f"must be a number {bound}, got {raw!r}")
         return value
 

@@ -1,0 +1,53 @@
+"""Two habits of NIXL and vLLM that make a small CPU machine unusable, undone there and only there.
+
+1. NIXL's Python API fixes the delay of its progress thread to 0 us, which burns a whole core per worker even when idle.
+   1 us drops that to a few percent at equal throughput.
+2. vLLM's NIXL worker pins the main thread, and with it all it starts later, to the last core of each NUMA node
+   (`nixl/base_worker.py`); with one or two cores the model then shares that core with its own OpenMP threads.
+
+On GPUs neither hurts (the thread polls the network, the model runs elsewhere), so nothing is changed there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_pd import vllm_compat as compat
+
+PROGRESS_DELAY_US = 1
+
+
+class _PatientBindings:
+    """NIXL's bindings, except that an agent whose progress thread would spin gets a delay."""
+
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bindings, name)
+
+    def nixlAgent(self, name: str, config: Any) -> Any:
+        if config.pthrDelay == 0:
+            config.pthrDelay = PROGRESS_DELAY_US
+        return self._bindings.nixlAgent(name, config)
+
+
+@contextmanager
+def calm_nixl() -> Iterator[None]:
+    """Within the block, NIXL agents and vLLM's NIXL workers are created without the two habits (CPU platform only)."""
+    if not compat.current_platform.is_cpu():
+        yield
+        return
+    api = sys.modules[compat.NixlWrapper.__module__]
+    platform = compat.CpuPlatform
+    bindings, discover = api.nixlBind, platform.__dict__["discover_numa_topology"]
+    api.nixlBind = _PatientBindings(bindings)  # type: ignore[attr-defined]
+    platform.discover_numa_topology = classmethod(lambda cls: [])
+    try:
+        yield
+    finally:
+        api.nixlBind = bindings  # type: ignore[attr-defined]
+        platform.discover_numa_topology = discover

@@ -1,0 +1,95 @@
+"""`PDConnector`: vLLM's NIXL connector and vLLM's offloading connector as one, configured by vllm-pd's settings.
+
+Real models need what those two already have (hybrid KV groups, tensor-parallel layouts, MLA), so they are composed as
+vLLM's own MultiConnector composes connectors, not rewritten. Order: a request that carries hand-off parameters loads
+from the prefill worker, any other from the tiers; a finished block is offered to both.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd import settings as s
+from vllm_pd import side_channel, transfer_config
+from vllm_pd.connectors.cpu_cures import calm_nixl
+from vllm_pd.errors import SettingsError
+from vllm_pd.vllm_compat import (
+    KVConnectorRole,
+    KVTransferConfig,
+    MultiConnector,
+    OffloadingSpecFactory,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+SPECS = ("PDOffloadingSpec", "PDTieringOffloadingSpec")
+
+
+class PDConnector(MultiConnector):
+    """The connector behind `--kv-connector pd`.
+
+    Raises:
+        SettingsError: the settings do not fit together, NIXL is missing for a role that needs it, or prefix caching
+            is off.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        if vllm_config.cache_config.enable_prefix_caching is False:
+            raise SettingsError(
+                "The pd connector shares KV blocks by their prefix hash, and prefix caching is off for this model; "
+                "turn it on with --enable-prefix-caching or serve without --kv-connector pd."
+            )
+        register_specs()
+        expanded = copy.copy(vllm_config)
+        expanded.kv_transfer_config = expand(vllm_config.kv_transfer_config)
+        if role is KVConnectorRole.SCHEDULER and side_channel.PORT_ENV not in os.environ:
+            # Started from Python, without `vllm serve`: nobody has chosen a side channel yet.
+            rank = vllm_config.parallel_config.data_parallel_index
+            side_channel.ensure((), first_rank=rank)
+        with calm_nixl() if _has_nixl(expanded.kv_transfer_config) else nullcontext():
+            super().__init__(expanded, role, kv_cache_config)
+
+    @classmethod
+    def _get_connector_classes_and_configs(cls, vllm_config: VllmConfig) -> Any:
+        expanded = copy.copy(vllm_config)
+        expanded.kv_transfer_config = expand(vllm_config.kv_transfer_config)
+        register_specs()
+        return super()._get_connector_classes_and_configs(expanded)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
+        return bool(super().requires_piecewise_for_cudagraph({"connectors": _children(extra_config, None)}))
+
+
+def expand(config: KVTransferConfig) -> KVTransferConfig:
+    """The same configuration in MultiConnector's form: `connectors` lists the children. Idempotent."""
+    if "connectors" in config.kv_connector_extra_config:
+        return config
+    expanded = copy.copy(config)
+    expanded.kv_connector_extra_config = {"connectors": _children(config.kv_connector_extra_config, config.kv_role)}
+    return expanded
+
+
+def register_specs() -> None:
+    """Register the offloading specs with vLLM. Idempotent."""
+    for name in SPECS:
+        if name not in OffloadingSpecFactory._registry:
+            OffloadingSpecFactory.register_spec(name, "vllm_pd.kv_offload.spec", name)
+
+
+def _children(extra: Mapping[str, Any], kv_role: str | None) -> list[dict[str, Any]]:
+    if "connectors" in extra:
+        return list(extra["connectors"])
+    settings = s.from_extra_config(extra, kv_role=kv_role)
+    return transfer_config.child_configs(settings, nixl=transfer_config.check_nixl(settings))
+
+
+def _has_nixl(config: KVTransferConfig) -> bool:
+    children = config.kv_connector_extra_config["connectors"]
+    return any(child["kv_connector"] == transfer_config.NIXL for child in children)

