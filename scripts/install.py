@@ -267,8 +267,8 @@ def _install_with_uv(env: Environment, run: Runner, torch: str, requirements: Pa
     except InstallError as e:
         raise InstallError(
             f"{torch} was found neither by pip nor by uv for Python {platform.python_version()} on "
-            f"{platform.machine()}, and a CUDA build of several GB is not what this machine needs; use Python 3.11 with "
-            "access to PyTorch's CPU builds, or put that wheel into a folder and set PIP_FIND_LINKS to the folder.",
+            f"{platform.machine()}, and a CUDA build of several GB is not what this machine needs; use Python 3.11 "
+            "with access to PyTorch's CPU builds, or put the wheel into a folder and name that in PIP_FIND_LINKS.",
             e.tail,
         ) from None
 

@@ -55,6 +55,11 @@ def identify(pid: int) -> ProcessId | None:
     return stat.id if stat is not None else None
 
 
+def everyone() -> frozenset[ProcessId]:
+    """All processes of this machine that run; zombies left out."""
+    return frozenset(stat.id for stat in _living())
+
+
 def family(leader: ProcessId) -> frozenset[ProcessId]:
     """Everything that runs in the session that `leader` leads or led, or descends from it; zombies left out."""
     now = identify(leader.pid)

@@ -1,0 +1,52 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.models import smollm2_dir, tiny_model_dir
+from vllm_pd.graph.embedded_store import EmbeddedStore
+from vllm_pd.graph.proc_tree import everyone, shared_memory
+
+SHM = Path("/dev/shm")
+SHM_DEADLINE_S = 10.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_memory_is_as_it_was_found() -> Iterator[None]:
+    """Fails the run if something in /dev/shm is new and nobody uses it: a server left it behind."""
+    before = set(SHM.iterdir())
+    yield
+    deadline = time.monotonic() + SHM_DEADLINE_S
+    while left := _unused(set(SHM.iterdir()) - before):
+        # A file may be new because another program has just made it and not mapped it yet.
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind in /dev/shm: {', '.join(sorted(left))}")
+        time.sleep(0.2)
+
+
+def _unused(paths: set[Path]) -> set[str]:
+    return {str(path) for path in paths} - shared_memory(everyone()) if paths else set()
+
+
+@pytest.fixture(scope="session")
+def store_url() -> Iterator[str]:
+    """URL of an embedded store that lives as long as the run. Tests share it: use a namespace of your own."""
+    with EmbeddedStore() as store:
+        yield store.url
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """Folder of the random Llama; built once per checkout."""
+    return tiny_model_dir()
+
+
+@pytest.fixture(scope="session")
+def smollm2_model() -> Path:
+    """Folder of SmolLM2-135M-Instruct; built once per checkout."""
+    return smollm2_dir()
