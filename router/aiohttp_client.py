@@ -1,0 +1,141 @@
+"""`Upstream` over aiohttp's client: one keep-alive pool without limits, no decompression, no redirects."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from vllm_pd.router.transport import (
+    ConnectFailed,
+    Disconnected,
+    FirstByteTimeout,
+    Headers,
+    StreamLost,
+)
+
+# uvicorn, vLLM's server, drops idle connections after 5 s. Leaving earlier avoids sending into a closing connection.
+KEEPALIVE_S = 4.0
+MAX_HEADER_BYTES = 64 * 1024
+READ_BUFFER_BYTES = 256 * 1024
+# Only what the client or the router named goes to the worker.
+_NO_AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+def tls_context(ca_file: str, insecure: bool) -> ssl.SSLContext:
+    """How workers with https URLs are checked: against `ca_file` if given, else the system's authorities.
+
+    Raises:
+        OSError, ssl.SSLError: `ca_file` cannot be read or holds no certificate.
+    """
+    context = ssl.create_default_context(cafile=ca_file or None)
+    if insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+class AiohttpResponse:
+    """`UpstreamResponse` of one aiohttp response."""
+
+    __slots__ = ("_headers", "_response", "status")
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self._headers: Headers | None = None
+        self.status = response.status
+
+    @property
+    def headers(self) -> Headers:
+        if self._headers is None:
+            self._headers = list(self._response.headers.items())
+        return self._headers
+
+    async def next_chunk(self, idle: float) -> bytes:
+        try:
+            async with asyncio.timeout(idle):
+                return await self._response.content.readany()
+        except aiohttp.ClientError as e:
+            raise StreamLost(f"the connection broke off ({_cause(e)})") from None
+        except TimeoutError:
+            raise StreamLost(f"nothing came for {idle:g} s") from None
+
+    async def read(self, limit: int, deadline: float) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(deadline):
+                while chunk := await self._response.content.readany():
+                    body += chunk
+                    if len(body) > limit:
+                        raise StreamLost(f"the answer is longer than {limit} bytes")
+        except aiohttp.ClientError as e:
+            raise StreamLost(f"the connection broke off ({_cause(e)})") from None
+        except TimeoutError:
+            raise StreamLost(f"the answer was not complete after {deadline:g} s") from None
+        return bytes(body)
+
+    def close(self) -> None:
+        self._response.close()
+
+
+class AiohttpUpstream:
+    """`Upstream` of one `aiohttp.ClientSession`. Make it inside the running loop."""
+
+    def __init__(self, *, connect_timeout: float, tls: ssl.SSLContext | None = None) -> None:
+        connector = aiohttp.TCPConnector(
+            limit=0,
+            limit_per_host=0,
+            keepalive_timeout=KEEPALIVE_S,
+            ttl_dns_cache=30,
+            ssl=tls if tls is not None else True,
+        )
+        self._connect_timeout = connect_timeout
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=_NO_AUTO_HEADERS,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            read_bufsize=READ_BUFFER_BYTES,
+        )
+
+    async def open(
+        self, method: str, base: str, target: str, headers: Headers, body: bytes | None, first_byte: float
+    ) -> AiohttpResponse:
+        try:
+            async with asyncio.timeout(first_byte):
+                response = await self._session.request(
+                    method,
+                    URL(base + target, encoded=True),
+                    headers=CIMultiDict(headers),
+                    data=body,
+                    allow_redirects=False,
+                )
+        except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as e:
+            raise ConnectFailed(_cause(e)) from None
+        except aiohttp.ConnectionTimeoutError:
+            raise ConnectFailed(f"no connection within {self._connect_timeout:g} s") from None
+        except aiohttp.ClientError as e:
+            raise Disconnected(_cause(e)) from None
+        except TimeoutError:
+            raise FirstByteTimeout(f"no answer within {first_byte:g} s") from None
+        return AiohttpResponse(response)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+def _cause(error: BaseException) -> str:
+    """The bottom of an aiohttp error in a few words, without its wrappers."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"its TLS certificate is not trusted: {error.certificate_error}"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return error.os_error.strerror or str(error.os_error)
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closed the connection"
+    return str(error) or type(error).__name__

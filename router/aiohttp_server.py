@@ -1,0 +1,174 @@
+"""`HttpServer` over aiohttp's low-level server: no application, no access log, a client that leaves cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from vllm_pd.router.transport import BodyError, ClientGone, Handler, Headers
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADERS = 512
+READ_BUFFER_BYTES = 256 * 1024
+BACKLOG = 2048
+
+_log = logging.getLogger(__name__)
+
+
+class AiohttpRequest:
+    """`ClientRequest` of one aiohttp request."""
+
+    __slots__ = ("_headers", "_raw", "method", "path")
+
+    def __init__(self, raw: web.BaseRequest) -> None:
+        self._raw = raw
+        self._headers: Headers | None = None
+        self.method = raw.method
+        self.path = raw.path
+
+    @property
+    def target(self) -> str:
+        return self._raw.raw_path
+
+    @property
+    def headers(self) -> Headers:
+        if self._headers is None:
+            self._headers = list(self._raw.headers.items())
+        return self._headers
+
+    async def body(self, limit: int, idle: float) -> bytes:
+        raw = self._raw
+        declared = raw.content_length
+        if declared is not None and declared > limit:
+            raise _too_long(limit)
+        if not raw.can_read_body:
+            return b""
+        if raw.headers.get("Expect", "").lower() == "100-continue" and raw.transport is not None:
+            raw.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(idle) as patience:
+                while chunk := await raw.content.readany():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > limit:
+                        raise _too_long(limit)
+                    patience.reschedule(asyncio.get_running_loop().time() + idle)
+        except TimeoutError:
+            raise BodyError(f"Nothing more of the request body came for {idle:g} s.", 408) from None
+        except web.RequestPayloadError as e:
+            raise BodyError(f"The request body is not valid HTTP: {e}.", 400) from None
+        except ConnectionError:
+            raise ClientGone("the client left while sending its request") from None
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+class AiohttpReply:
+    """`ClientReply` of one aiohttp request. A client that takes nothing for `idle` seconds counts as gone."""
+
+    __slots__ = ("_idle", "_raw", "_response", "_sent")
+
+    def __init__(self, raw: web.BaseRequest, idle: float) -> None:
+        self._raw = raw
+        self._idle = idle
+        self._response: web.StreamResponse | None = None
+        self._sent = 0
+
+    @property
+    def status(self) -> int:
+        return self._response.status if self._response is not None else 0
+
+    @property
+    def response(self) -> web.StreamResponse:
+        """What aiohttp wants back from its handler."""
+        if self._response is None:
+            self._response = web.Response(status=500)
+        return self._response
+
+    async def send(self, status: int, headers: Headers, body: bytes) -> None:
+        self._response = web.Response(status=status, headers=CIMultiDict(headers), body=body)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self._response = web.StreamResponse(status=status, headers=CIMultiDict(headers))
+        try:
+            await self._response.prepare(self._raw)
+        except ConnectionError:
+            raise ClientGone("the client left") from None
+
+    async def write(self, chunk: bytes) -> None:
+        assert self._response is not None
+        try:
+            async with asyncio.timeout(self._idle):
+                await self._response.write(chunk)
+        except ConnectionError:
+            raise ClientGone("the client left") from None
+        except TimeoutError:
+            self.abort()
+            raise ClientGone(f"the client read nothing for {self._idle:g} s") from None
+
+    async def finish(self) -> None:
+        assert self._response is not None
+        try:
+            async with asyncio.timeout(self._idle):
+                await self._response.write_eof()
+        except ConnectionError:
+            raise ClientGone("the client left") from None
+        except TimeoutError:
+            self.abort()
+            raise ClientGone(f"the client read nothing for {self._idle:g} s") from None
+
+    def abort(self) -> None:
+        if self._raw.transport is not None:
+            self._raw.transport.abort()
+
+
+class AiohttpServer:
+    """`HttpServer` of one listening address."""
+
+    def __init__(self, handler: Handler, *, host: str, port: int, idle: float, grace: float) -> None:
+        self._handler = handler
+        self._grace = grace
+        self._host = host
+        self._port = port
+        self._idle = idle
+        self._runner: web.ServerRunner | None = None
+
+    async def start(self) -> int:
+        server = web.Server(
+            self._serve,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            read_bufsize=READ_BUFFER_BYTES,
+            lingering_time=1.0,
+            logger=_log,
+        )
+        self._runner = web.ServerRunner(server, shutdown_timeout=self._grace)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port, backlog=BACKLOG)
+        await site.start()
+        port: int = self._runner.addresses[0][1]
+        return port
+
+    async def stop(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _serve(self, raw: web.BaseRequest) -> web.StreamResponse:
+        reply = AiohttpReply(raw, self._idle)
+        await self._handler(AiohttpRequest(raw), reply)
+        return reply.response
+
+
+def _too_long(limit: int) -> BodyError:
+    return BodyError(
+        f"The request body is longer than the router's limit of {limit} bytes; raise --max-body-mib to allow it.", 413
+    )

@@ -1,0 +1,134 @@
+"""Whole or split: pure rules over what a request asks and what the cluster has.
+
+A split request is prefilled on one worker and decoded on another. What cannot be split correctly, or gains nothing,
+goes whole to a decode worker; each bypass has a name that metrics and debug logs carry.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from msgspec import UNSET
+
+from vllm_pd.router.request_fields import RequestFields
+
+_FIRST_ITEM = re.compile(rb"\[\s*(.)", re.DOTALL)
+
+
+class PromptKind(StrEnum):
+    """Where the prompt of a splittable endpoint stands: `messages` or `prompt`."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+
+class Reason(StrEnum):
+    """Why a request goes whole; `SPLIT` when it does not."""
+
+    SPLIT = "split"
+    ENDPOINT = "endpoint"
+    UNREADABLE = "unreadable_body"
+    NO_PROMPT = "no_prompt"
+    OWN_TRANSFER = "own_transfer_params"
+    N = "n"
+    BEST_OF = "best_of"
+    BEAM_SEARCH = "beam_search"
+    ECHO = "echo"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    ONE_TOKEN = "one_token"
+    BATCH = "prompt_batch"
+    EMBEDS = "prompt_embeds"
+    TRUNCATION = "truncation"
+    SHORT = "short_prompt"
+    NO_PREFILL = "no_prefill_worker"
+    NO_TRANSFER = "no_transfer"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """What the chosen workers can do."""
+
+    prefill_alive: bool
+    """A worker of the decode worker's pool, other than it, can prefill."""
+    can_transfer: bool
+    """Both can hand KV over."""
+
+
+def bypass_by_request(fields: RequestFields | None, kind: PromptKind | None) -> Reason | None:
+    """The first property of the request itself that forbids a split, or None. `kind` is None on other endpoints."""
+    if kind is None:
+        return Reason.ENDPOINT
+    if fields is None:
+        return Reason.UNREADABLE
+    if fields.kv_transfer_params is not UNSET:
+        return Reason.OWN_TRANSFER
+    if fields.n is not None and fields.n != 1:
+        return Reason.N
+    if fields.best_of is not None and fields.best_of != 1:
+        return Reason.BEST_OF
+    if fields.use_beam_search:
+        return Reason.BEAM_SEARCH
+    if fields.echo:
+        return Reason.ECHO
+    if fields.prompt_logprobs is not None:
+        return Reason.PROMPT_LOGPROBS
+    limit = fields.max_tokens
+    if kind is PromptKind.CHAT and fields.max_completion_tokens is not None:
+        limit = fields.max_completion_tokens
+    if limit is not None and limit <= 1:
+        return Reason.ONE_TOKEN
+    if fields.truncate_prompt_tokens is not None and fields.truncate_prompt_tokens < 0:
+        # "As long as fits" depends on max_tokens, which differs between the legs: they would see different prompts.
+        return Reason.TRUNCATION
+    return _bypass_by_messages(fields) if kind is PromptKind.CHAT else _bypass_by_prompt(fields)
+
+
+def _bypass_by_messages(fields: RequestFields) -> Reason | None:
+    first = _FIRST_ITEM.match(bytes(fields.messages)) if fields.messages is not UNSET else None
+    return Reason.NO_PROMPT if first is None or first[1] == b"]" else None
+
+
+def _bypass_by_prompt(fields: RequestFields) -> Reason | None:
+    if fields.prompt_embeds is not None:
+        # Embeddings have no token ids, which the transfer counts by.
+        return Reason.EMBEDS
+    prompt = bytes(fields.prompt) if fields.prompt is not UNSET else b""
+    if prompt.startswith(b'"'):
+        return None if prompt != b'""' else Reason.NO_PROMPT
+    first = _FIRST_ITEM.match(prompt)
+    if first is None or first[1] == b"]":
+        return Reason.NO_PROMPT
+    return Reason.BATCH if first[1] in (b'"', b"[") else None
+
+
+def bypass_by_cluster(facts: ClusterFacts) -> Reason | None:
+    """What the cluster lacks for a split, or None."""
+    if not facts.prefill_alive:
+        return Reason.NO_PREFILL
+    if not facts.can_transfer:
+        return Reason.NO_TRANSFER
+    return None
+
+
+def bypass_by_length(prompt_tokens: int | None, block_size: int) -> Reason | None:
+    """A prompt known to be under one block has no full block to hand over. Unknown (None) counts as long."""
+    return Reason.SHORT if prompt_tokens is not None and prompt_tokens < block_size else None
+
+
+def decide(
+    fields: RequestFields | None,
+    kind: PromptKind | None,
+    facts: ClusterFacts,
+    *,
+    prompt_tokens: int | None,
+    block_size: int,
+) -> Reason:
+    """All rules in order."""
+    return (
+        bypass_by_request(fields, kind)
+        or bypass_by_cluster(facts)
+        or bypass_by_length(prompt_tokens, block_size)
+        or Reason.SPLIT
+    )

@@ -1,0 +1,186 @@
+"""The workers this router knows, in memory. Requests read it; the store watch and the static probe write it.
+
+It has no I/O and no clock of its own. Losing the store changes nothing here: workers stay until a snapshot without
+them arrives, and one that refuses connections is left out for a short time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from vllm_pd.router.selection import pick_pair
+from vllm_pd.router.worker import Source, Worker
+from vllm_pd.state.base import PoolId, Role, WorkerId, WorkerState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """How the store fares.
+
+    Attributes:
+        configured: whether there is one at all.
+        up: whether the last refresh worked.
+        problem: why not, or "" if it did or has not been tried.
+    """
+
+    configured: bool
+    up: bool = False
+    problem: str = ""
+
+
+class Directory:
+    """All known workers. Belongs to one event loop.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, store_configured: bool) -> None:
+        self.store = StoreStatus(store_configured)
+        self._clock = clock
+        self._workers: dict[WorkerId, Worker] = {}
+        self._pools: dict[PoolId, tuple[Worker, ...]] = {}
+        self._keep_until: dict[WorkerId, float] = {}
+        self._picks = 0
+
+    # What requests read.
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """Every known worker, ordered by id."""
+        return [self._workers[key] for key in sorted(self._workers)]
+
+    @property
+    def pools(self) -> Sequence[tuple[Worker, ...]]:
+        """The workers by pool."""
+        return list(self._pools.values())
+
+    @property
+    def models(self) -> list[str]:
+        """Every name some worker answers to, sorted."""
+        return sorted({name for worker in self._workers.values() for name in worker.record.models})
+
+    def serving(self, model: str | None) -> list[Worker] | None:
+        """The workers that may get a request for `model`, paused ones last resort only; None if it is unknown here.
+
+        With one pool everything goes to it: adapters loaded at run time are known to its workers only. With several,
+        a request must name a model that some worker answers to.
+        """
+        if len(self._pools) <= 1:
+            return self._usable(self._workers.values())
+        found = [worker for worker in self._workers.values() if model in worker.record.models]
+        return self._usable(found) if found else None
+
+    def _usable(self, workers: Iterable[Worker]) -> list[Worker]:
+        """Without paused workers, unless then nothing could decode: a failed attempt beats a refusal on suspicion."""
+        now = self._clock()
+        known = list(workers)
+        usable = [worker for worker in known if not worker.is_paused(now)]
+        if len(usable) < len(known) and not any(worker.role.decodes for worker in usable):
+            usable += [worker for worker in known if worker.role.decodes]
+        return usable
+
+    def missing(self) -> str:
+        """Why no request could be served now, in one sentence; "" when one could."""
+        now = self._clock()
+        alive = [worker for worker in self._workers.values() if not worker.is_paused(now)]
+        if pick_pair(alive) is not None:
+            return ""
+        paused = [worker.id for worker in self._workers.values() if worker.role.decodes]
+        if paused:
+            return (
+                f"Every worker that decodes refuses connections ({', '.join(sorted(paused))}); check those processes."
+            )
+        if self._workers:
+            return (
+                f"No worker that decodes is alive, only {len(self._workers)} for prefill; "
+                "start one with --role decode or --role both."
+            )
+        if self.store.configured and not self.store.up:
+            return f"No worker is known and the store does not answer ({self.store.problem or 'not asked yet'})."
+        return "No worker is alive; start one with `vllm serve MODEL --kv-connector pd --role both --pd-store URL`."
+
+    @contextmanager
+    def using(self, worker: Worker) -> Iterator[None]:
+        """Count a request of this router on `worker` for the time of the block, however it ends."""
+        self._picks += 1
+        worker.last_pick = self._picks
+        worker.inflight += 1
+        try:
+            yield
+        finally:
+            worker.inflight -= 1
+
+    def note_failure(self, worker: Worker, cause: str) -> None:
+        """`worker` took no connection."""
+        if not worker.is_paused(self._clock()):
+            _log.warning("worker %s takes no connections: %s", worker.id, cause)
+        worker.note_failure(self._clock())
+
+    # What the watchers write.
+
+    def replace(self, source: Source, states: Iterable[WorkerState], *, after_outage: bool = False) -> None:
+        """Take over the full list of one source.
+
+        A worker missing from it is gone at once, except when the store may have forgotten it: after an outage, or when
+        all are gone in one step, it keeps its place for what was left of its lease when last seen. A store that
+        restarted empty is whole again within that time.
+        """
+        now = self._clock()
+        fresh = {state.record.id: state for state in states}
+        mine = {key: worker for key, worker in self._workers.items() if worker.source is source}
+        suspicious = source is Source.STORE and (after_outage or not fresh)
+        for key, worker in mine.items():
+            if key in fresh:
+                self._keep_until.pop(key, None)
+            elif suspicious or key in self._keep_until:
+                keep = self._keep_until.setdefault(key, now + worker.lease_span)
+                if now >= keep:
+                    self._remove(worker)
+            else:
+                self._remove(worker)
+        for key, state in fresh.items():
+            known = self._workers.get(key)
+            if known is None:
+                self._workers[key] = Worker(state, source, now)
+                _log.info("worker %s joined: %s of %s", key, state.record.role, state.record.pool.model)
+            elif known.source is source or source is Source.STORE:
+                # A worker that is also named statically says more about itself through the store.
+                known.source = source
+                known.update(state, now)
+        self._index()
+
+    def _remove(self, worker: Worker) -> None:
+        del self._workers[worker.id]
+        self._keep_until.pop(worker.id, None)
+        _log.info("worker %s left", worker.id)
+
+    def _index(self) -> None:
+        pools: defaultdict[PoolId, list[Worker]] = defaultdict(list)
+        for key in sorted(self._workers):
+            pools[self._workers[key].pool].append(self._workers[key])
+        self._pools = {pool: tuple(workers) for pool, workers in pools.items()}
+
+    def store_up(self) -> bool:
+        """The store answered. Returns whether it had not before."""
+        was_down = not self.store.up
+        if was_down:
+            _log.info("store answers; %s", "back after an outage" if self.store.problem else "connected")
+        self.store = StoreStatus(configured=True, up=True)
+        return was_down
+
+    def store_down(self, problem: str) -> None:
+        """The store did not answer; serving goes on from memory."""
+        if self.store.up or not self.store.problem:
+            _log.warning("store lost, serving from memory: %s", problem)
+        self.store = StoreStatus(configured=True, up=False, problem=problem)
+
+    def count_by_role(self) -> dict[Role, int]:
+        """How many workers each role has, every role present."""
+        return {role: sum(worker.role is role for worker in self._workers.values()) for role in Role}

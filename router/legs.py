@@ -1,0 +1,88 @@
+"""The two bodies of a split request. Pure functions on bytes.
+
+Prefill leg: the client's fields with one token to generate, minus what is about the answer. Values are carried as
+raw JSON, so what shapes the prompt reaches both workers with the same bytes. Decode leg: the client's own bytes with
+the transfer parameters spliced in.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Raw
+
+_ONE = Raw(b"1")
+_FALSE = Raw(b"false")
+_TRANSFER = Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
+    b'"remote_host":null,"remote_port":null}'
+)
+
+DROPPED_FOR_PREFILL = frozenset(
+    {
+        # Refused by vLLM beside max_tokens=1 or without the field that is dropped with them.
+        "stream_options",
+        "min_tokens",
+        "top_logprobs",
+        "logprob_token_ids",
+        # Would end or multiply the one token, or cost work that nobody reads.
+        "n",
+        "best_of",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "logprobs",
+        "echo",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "guided_decoding_backend",
+        "guided_whitespace_pattern",
+        "stream_interval",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "return_token_offsets",
+        "return_prompt_text",
+    }
+)
+"""`response_format` is not among them: some models' chat templates write it into the prompt."""
+
+_object = msgspec.json.Decoder(dict[str, Raw])
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: Raw = _FALSE
+
+
+_answer = msgspec.json.Decoder(_PrefillAnswer)
+
+
+def prefill_body(body: bytes) -> bytes:
+    """The body of the prefill leg.
+
+    Raises:
+        msgspec.DecodeError: `body` is not a JSON object.
+    """
+    fields = {name: value for name, value in _object.decode(body).items() if name not in DROPPED_FOR_PREFILL}
+    fields["max_tokens"] = _ONE
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = _ONE
+    fields["stream"] = _FALSE
+    fields["kv_transfer_params"] = _TRANSFER
+    return msgspec.json.encode(fields)
+
+
+def transfer_params(answer: bytes) -> bytes | None:
+    """The transfer parameters in a prefill worker's answer, as raw JSON; None when there are none to read from."""
+    try:
+        raw = bytes(_answer.decode(answer).kv_transfer_params)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return raw if raw.startswith(b"{") and raw != b"{}" else None
+
+
+def decode_body(body: bytes, params: bytes) -> bytes:
+    """The client's bytes with `params` as the first member of the object. `body` must be a non-empty JSON object."""
+    brace = body.index(b"{") + 1
+    return b"".join((body[:brace], b'"kv_transfer_params":', params, b",", body[brace:]))

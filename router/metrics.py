@@ -1,0 +1,129 @@
+"""What the router counts, as Prometheus metrics in a registry of its own. Gauges are read when scraped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from vllm_pd.router.decision import Reason
+from vllm_pd.router.directory import Directory
+
+CLIENT_GONE = 499
+"""Status counted for a client that left before its answer was complete."""
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_OVERHEAD = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25)
+_PREFIX = "vllm_pd_router"
+
+
+class _DirectoryCollector(Collector):
+    """Workers, their requests in flight and the store, as the directory has them now."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    def collect(self) -> Iterator[Metric]:
+        inflight = GaugeMetricFamily(
+            f"{_PREFIX}_inflight_requests", "Requests of this router on a worker now.", labels=["worker"]
+        )
+        for worker in self._directory.workers:
+            inflight.add_metric([worker.id], worker.inflight)
+        yield inflight
+        workers = GaugeMetricFamily(f"{_PREFIX}_workers", "Known workers by role.", labels=["role"])
+        for role, count in self._directory.count_by_role().items():
+            workers.add_metric([role], count)
+        yield workers
+        store = self._directory.store
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_store_configured", "1 when the router was given a store.", int(store.configured)
+        )
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_store_up", "1 when the store answered the last time it was asked.", int(store.up)
+        )
+
+
+class RouterMetrics:
+    """All metrics of one router."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_DirectoryCollector(directory))
+        self.requests = Counter(
+            f"{_PREFIX}_requests_total",
+            f"Finished requests; status {CLIENT_GONE} is a client that left early.",
+            ["endpoint", "status"],
+            registry=self.registry,
+        )
+        self.split = Counter(
+            f"{_PREFIX}_split_total",
+            "Requests prefilled on one worker and decoded on another.",
+            registry=self.registry,
+        )
+        self._bypass = Counter(
+            f"{_PREFIX}_bypass_total",
+            "Requests sent whole to a decode worker, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.prefill_fallback = Counter(
+            f"{_PREFIX}_prefill_fallback_total",
+            "Requests whose prefill leg failed and that were then sent whole, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.decode_retries = Counter(
+            f"{_PREFIX}_decode_retry_total",
+            "Requests sent to another worker before the first byte, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.request_seconds = Histogram(
+            f"{_PREFIX}_request_seconds",
+            "From the request's head to the end of its answer.",
+            ["endpoint"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._ttft = Histogram(
+            f"{_PREFIX}_ttft_seconds",
+            "From the request's head to the first byte of its answer's body.",
+            ["mode"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.prefill_seconds = Histogram(
+            f"{_PREFIX}_prefill_leg_seconds",
+            "From sending the prefill leg to its complete answer.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.overhead_seconds = Histogram(
+            f"{_PREFIX}_proxy_overhead_seconds",
+            "The router's own time from a complete request body to the decode leg, without the prefill leg.",
+            buckets=_OVERHEAD,
+            registry=self.registry,
+        )
+        # Every reason is there from the start, so that a rate over it is never undefined.
+        self.bypass = {reason: self._bypass.labels(reason) for reason in Reason if reason is not Reason.SPLIT}
+        self.ttft_split = self._ttft.labels("split")
+        self.ttft_whole = self._ttft.labels("whole")
+
+    def finished(self, endpoint: str, status: int, started: float) -> None:
+        """Count a finished request. `started` is `time.monotonic()` at its head; status 0 means nothing was sent."""
+        self.requests.labels(endpoint, str(status or CLIENT_GONE)).inc()
+        self.request_seconds.labels(endpoint).observe(time.monotonic() - started)
+
+    def page(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+def status_name(status: int) -> str:
+    """`4xx`-style class of a status with 429 apart: it is the worker's back-pressure, not the client's mistake."""
+    return "status_429" if status == HTTPStatus.TOO_MANY_REQUESTS else f"status_{status // 100}xx"

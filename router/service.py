@@ -1,0 +1,133 @@
+"""One running router: its parts put together, with three phases `start`, serving, `stop`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from vllm_pd.errors import SettingsError
+from vllm_pd.layered import redact
+from vllm_pd.router.aiohttp_client import AiohttpUpstream, tls_context
+from vllm_pd.router.aiohttp_server import AiohttpServer
+from vllm_pd.router.directory import Directory
+from vllm_pd.router.endpoints import Endpoints
+from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.proxy import Proxy
+from vllm_pd.router.settings import RouterSettings
+from vllm_pd.router.static_probe import StaticProbe
+from vllm_pd.router.store_watch import StoreWatch
+from vllm_pd.router.tokenizer_cache import TokenizerCache
+from vllm_pd.router.transport import HttpServer, Upstream
+from vllm_pd.state.base import Registry
+from vllm_pd.state.open_registry import open_registry
+
+STORE_TIMEOUT_S = 1.0
+CLOSE_DEADLINE_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class RouterService:
+    """Make it anywhere; call its methods inside one event loop.
+
+    Args:
+        registry: instead of the one behind `settings.store`.
+        clock: monotonic seconds.
+
+    Raises:
+        SettingsError: the store URL or the CA file is unusable.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        registry: Registry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        if registry is None and settings.store:
+            registry = open_registry(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
+        self._registry = registry
+        try:
+            self._tls = tls_context(settings.worker_ca, settings.worker_insecure)
+        except OSError as e:  # ssl.SSLError is one
+            raise SettingsError(
+                f"The CA file {settings.worker_ca} cannot be used ({e.strerror or e}); give a PEM file in --worker-ca."
+            ) from None
+        self._clock = clock
+        self.directory = Directory(clock, store_configured=registry is not None)
+        self.metrics = RouterMetrics(self.directory)
+        self._tokenizers = TokenizerCache(registry, clock)
+        self._upstream: Upstream | None = None
+        self._server: HttpServer | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+        self.port = 0
+        """The bound port, once started."""
+
+    async def start(self) -> None:
+        """Listen, and begin to look for workers. Does not wait for the store or for any worker.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        settings = self._settings
+        upstream = AiohttpUpstream(connect_timeout=settings.connect_timeout, tls=self._tls)
+        self._upstream = upstream
+        proxy = Proxy(settings, self.directory, upstream, self._tokenizers, self.metrics)
+        endpoints = Endpoints(settings, self.directory, upstream, proxy, self.metrics, self._clock)
+        server = AiohttpServer(
+            endpoints,
+            host=settings.host,
+            port=settings.port,
+            idle=settings.idle_timeout,
+            grace=settings.shutdown_grace,
+        )
+        try:
+            self.port = await server.start()
+        except OSError:
+            await self.stop()
+            raise
+        self._server = server
+        if self._registry is not None:
+            self._watchers.append(asyncio.create_task(StoreWatch(self._registry, self.directory).run()))
+        if settings.workers:
+            probe = StaticProbe(settings.workers, upstream, self.directory, worker_key=settings.worker_api_key)
+            self._watchers.append(asyncio.create_task(probe.run()))
+        for watcher in self._watchers:
+            watcher.add_done_callback(_report_crash)
+        _log.info(
+            "router listens on %s:%d, store %s, namespace %s",
+            settings.host,
+            self.port,
+            redact(settings.store).partition("?")[0] or "none",
+            settings.namespace,
+        )
+
+    async def stop(self) -> None:
+        """Stop accepting, let requests in progress finish within the grace time, close everything. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        await self._tokenizers.close()
+        upstream, self._upstream = self._upstream, None
+        if upstream is not None:
+            await upstream.close()
+        registry, self._registry = self._registry, None
+        if registry is not None:
+            try:
+                async with asyncio.timeout(CLOSE_DEADLINE_S):
+                    await registry.close()
+            except TimeoutError:
+                _log.debug("the store did not close its connections in time")
+
+
+def _report_crash(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("a background task ended, the list of workers is frozen", exc_info=error)

@@ -1,0 +1,246 @@
+"""Settings of the router: flag > environment > file > default, in one frozen dataclass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from vllm_pd import layered
+from vllm_pd.errors import SettingsError
+from vllm_pd.layered import Resolved, setting
+from vllm_pd.router.static_probe import StaticWorker
+from vllm_pd.state.base import Role
+
+MIB = 1 << 20
+STORE_SCHEMES = ("redis", "rediss", "unix")
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_seconds = layered.number(0, exclusive=True, high=86400)
+
+
+def _store_url(raw: Any) -> str:
+    url = layered.text(raw)
+    if urlsplit(url).scheme not in STORE_SCHEMES:
+        raise ValueError(
+            f"must be a URL with one of the schemes {', '.join(STORE_SCHEMES)} (for example redis://host:6379), "
+            f"got {layered.redact(url)!r}"
+        )
+    return layered.SecretUrl(url)
+
+
+def _namespace(raw: Any) -> str:
+    name = layered.text(raw)
+    if not _NAMESPACE.fullmatch(name):
+        raise ValueError(f"must be 1 to 64 letters, digits, dots, dashes or underscores, got {name!r}")
+    return name
+
+
+def _key(raw: Any) -> str:
+    key = layered.text(raw)
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError("must be printable ASCII without spaces")
+    return key
+
+
+def _static_worker(raw: Any) -> StaticWorker:
+    url, separator, role = layered.text(raw).rpartition("=")
+    url = url.rstrip("/")
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+        _ = parts.port
+    except ValueError:
+        valid = False
+    if not separator or not valid:
+        raise ValueError(f"must be URL=role, for example http://10.0.0.5:8000=decode, got {raw!r}")
+    return StaticWorker(url, Role(layered.choice(*Role)(role)))
+
+
+def _static_workers(raw: Any) -> tuple[StaticWorker, ...]:
+    """A list of `URL=role`, a text of them separated by commas or spaces, or a mapping of URL to role."""
+    if isinstance(raw, Mapping):
+        items: list[Any] = [f"{url}={role}" for url, role in raw.items()]
+    elif isinstance(raw, str):
+        items = raw.replace(",", " ").split()
+    elif isinstance(raw, list | tuple):
+        items = list(raw)
+    else:
+        raise ValueError(f"must be a list of URL=role, got {raw!r}")
+    workers = tuple(_static_worker(item) for item in items)
+    if len({worker.id for worker in workers}) != len(workers):
+        raise ValueError("names one host and port twice; keep one role for each")
+    return workers
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """Everything the router is told. Times are seconds."""
+
+    host: str = setting(
+        help="address to listen on; 0.0.0.0 for every interface",
+        env="VLLM_PD_ROUTER_HOST",
+        flag="--host",
+        parse=layered.text,
+        default="127.0.0.1",
+    )
+    port: int = setting(
+        help="port to listen on; 0 picks a free one",
+        env="VLLM_PD_ROUTER_PORT",
+        flag="--port",
+        parse=layered.integer(0, 65535),
+        default=8080,
+    )
+    store: str = setting(
+        help="URL of the Redis-compatible store where workers register",
+        env="VLLM_PD_STORE",
+        flag="--store",
+        parse=_store_url,
+        default="",
+    )
+    namespace: str = setting(
+        help="name that separates clusters sharing one store",
+        env="VLLM_PD_NAMESPACE",
+        flag="--namespace",
+        parse=_namespace,
+        default="default",
+    )
+    workers: tuple[StaticWorker, ...] = setting(
+        help="a worker known without a store, as URL=prefill, URL=decode or URL=both; repeat for more",
+        env="VLLM_PD_ROUTER_WORKERS",
+        flag="--worker",
+        parse=_static_workers,
+        default=(),
+    )
+    worker_api_key: str = setting(
+        help="key that the workers ask for (their --api-key); better set by its environment variable",
+        env="VLLM_PD_WORKER_API_KEY",
+        flag="--worker-api-key",
+        parse=_key,
+        default="",
+        secret=True,
+    )
+    api_key: str = setting(
+        help="key that clients must send as a bearer token; better set by its environment variable",
+        env="VLLM_PD_ROUTER_API_KEY",
+        flag="--api-key",
+        parse=_key,
+        default="",
+        secret=True,
+    )
+    worker_ca: str = setting(
+        help="PEM file with the authority that signed the certificates of https workers",
+        env="VLLM_PD_ROUTER_WORKER_CA",
+        flag="--worker-ca",
+        parse=layered.text,
+        default="",
+    )
+    worker_insecure: bool = setting(
+        help="accept any certificate of https workers (for tests only)",
+        env="VLLM_PD_ROUTER_WORKER_INSECURE",
+        flag="--worker-insecure",
+        parse=layered.boolean,
+        default=False,
+    )
+    prefill_timeout: float = setting(
+        help="seconds for the prefill leg; then the request goes whole to a decode worker",
+        env="VLLM_PD_ROUTER_PREFILL_TIMEOUT",
+        flag="--prefill-timeout",
+        parse=_seconds,
+        default=60.0,
+    )
+    connect_timeout: float = setting(
+        help="seconds to connect to a worker; then another one is tried",
+        env="VLLM_PD_ROUTER_CONNECT_TIMEOUT",
+        flag="--connect-timeout",
+        parse=_seconds,
+        default=2.0,
+    )
+    first_byte_timeout: float = setting(
+        help="seconds until an answer begins; without streaming that is the whole generation",
+        env="VLLM_PD_ROUTER_FIRST_BYTE_TIMEOUT",
+        flag="--first-byte-timeout",
+        parse=_seconds,
+        default=600.0,
+    )
+    idle_timeout: float = setting(
+        help="seconds without a byte, from either side, after which a request in progress is given up",
+        env="VLLM_PD_ROUTER_IDLE_TIMEOUT",
+        flag="--idle-timeout",
+        parse=_seconds,
+        default=120.0,
+    )
+    shutdown_grace: float = setting(
+        help="seconds that requests in progress get to finish after SIGTERM",
+        env="VLLM_PD_ROUTER_SHUTDOWN_GRACE",
+        flag="--shutdown-grace",
+        parse=layered.number(0, high=86400),
+        default=30.0,
+    )
+    max_body_mib: float = setting(
+        help="longest request body in MiB",
+        env="VLLM_PD_ROUTER_MAX_BODY_MIB",
+        flag="--max-body-mib",
+        parse=layered.number(0, exclusive=True, high=4096),
+        default=64.0,
+    )
+    log_level: str = setting(
+        help="debug, info, warning or error",
+        env="VLLM_PD_ROUTER_LOG_LEVEL",
+        flag="--log-level",
+        parse=lambda raw: layered.choice("debug", "info", "warning", "error")(str(raw).lower()),
+        default="info",
+    )
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mib * MIB)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Read a YAML settings file.
+
+    Raises:
+        SettingsError: it cannot be read, is not YAML, or is not a mapping.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        cause = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise SettingsError(f"The settings file {path} cannot be read ({cause}); check --config.") from None
+    except yaml.YAMLError as e:
+        raise SettingsError(f"The settings file {path} is not valid YAML: {' '.join(str(e).split())}.") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise SettingsError(f"The settings file {path} must hold keys and values such as 'port: 8080'.")
+    return data
+
+
+def load(
+    *,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: Mapping[str, Any] | None = None,
+    file_name: str = "the settings file",
+) -> Resolved[RouterSettings]:
+    """Merge the layers and check that the settings fit together.
+
+    Raises:
+        SettingsError: one sentence that says what to change.
+    """
+    resolved = layered.resolve(RouterSettings, flags=flags, environ=environ, file=file, file_name=file_name)
+    settings = resolved.value
+    if not settings.store and not settings.workers:
+        raise SettingsError(
+            "The router has no way to find workers; give --store redis://host:6379 (or VLLM_PD_STORE), "
+            "or name them with --worker URL=role."
+        )
+    if settings.worker_ca and settings.worker_insecure:
+        raise SettingsError("--worker-ca and --worker-insecure contradict each other; keep one.")
+    return resolved

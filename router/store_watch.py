@@ -1,0 +1,41 @@
+"""Keeps the directory equal to the registry: asks for a snapshot about twice a second, for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+from vllm_pd.errors import StoreError
+from vllm_pd.router.directory import Directory
+from vllm_pd.router.worker import Source
+from vllm_pd.state.base import Registry
+
+INTERVAL_S = 0.5
+DEADLINE_S = 2.0
+
+
+class StoreWatch:
+    """One background task. A store that is down, slow or restarted empty is met by asking again."""
+
+    def __init__(self, registry: Registry, directory: Directory, *, interval: float = INTERVAL_S) -> None:
+        self._registry = registry
+        self._directory = directory
+        self._interval = interval
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(self._interval)
+
+    async def refresh(self) -> None:
+        """Ask once. Never raises for a store that fails."""
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                snapshot = await self._registry.snapshot()
+        except StoreError as e:
+            self._directory.store_down(str(e))
+        except (TimeoutError, OSError) as e:
+            self._directory.store_down(str(e) or f"no answer within {DEADLINE_S:g} s")
+        else:
+            was_down = self._directory.store_up()
+            self._directory.replace(Source.STORE, snapshot.workers, after_outage=was_down)

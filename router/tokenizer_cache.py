@@ -1,0 +1,67 @@
+"""Tokenizers of the pools, fetched from the store and built in the background. Requests never wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from vllm_pd.errors import StoreError
+from vllm_pd.router.prompt_size import PromptTokenizer
+from vllm_pd.state.base import PoolId, Registry
+
+RETRY_S = 10.0
+FETCH_DEADLINE_S = 15.0
+MAX_TOKENIZERS = 16
+
+_log = logging.getLogger(__name__)
+
+
+class TokenizerCache:
+    """At most `MAX_TOKENIZERS` tokenizers by content hash, the one unused longest dropped first.
+
+    Args:
+        registry: where to fetch from; None without a store, then every tokenizer is unknown.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, registry: Registry | None, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._ready: dict[str, PromptTokenizer] = {}
+        self._retry_at: dict[str, float] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def get(self, pool: PoolId, sha: str) -> PromptTokenizer | None:
+        """The tokenizer if it is there; otherwise None, and it is fetched for later calls."""
+        tokenizer = self._ready.pop(sha, None)
+        if tokenizer is not None:
+            self._ready[sha] = tokenizer
+        elif sha and self._registry is not None and sha not in self._tasks and self._is_due(sha):
+            self._tasks[sha] = asyncio.create_task(self._load(self._registry, pool, sha))
+        return tokenizer
+
+    def _is_due(self, sha: str) -> bool:
+        return self._clock() >= self._retry_at.get(sha, 0.0)
+
+    async def _load(self, registry: Registry, pool: PoolId, sha: str) -> None:
+        try:
+            async with asyncio.timeout(FETCH_DEADLINE_S):
+                files = await registry.get_tokenizer(pool, sha)
+            if files is None:
+                raise ValueError("it is not in the store")
+            self._ready[sha] = await asyncio.to_thread(PromptTokenizer, files)
+            while len(self._ready) > MAX_TOKENIZERS:
+                del self._ready[next(iter(self._ready))]
+        except (StoreError, ValueError, OSError) as e:
+            self._retry_at[sha] = self._clock() + RETRY_S
+            _log.debug("tokenizer %s is not usable: %s", sha[:12], e or "the store did not answer in time")
+        finally:
+            del self._tasks[sha]
+
+    async def close(self) -> None:
+        """Stop what is being fetched. Idempotent."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

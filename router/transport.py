@@ -1,0 +1,161 @@
+"""The seam between the router's logic and its HTTP stack.
+
+The logic knows only the Protocols below; `aiohttp_server` and `aiohttp_client` implement them. A leaner data path
+replaces one of those files and nothing else. Bodies are bytes, headers are ordered pairs that keep case and repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
+
+from vllm_pd.errors import PDError
+
+Headers = list[tuple[str, str]]
+
+
+def header(headers: Iterable[tuple[str, str]], name: str) -> str | None:
+    """The first value of `name` (given in lower case), or None."""
+    for key, value in headers:
+        if key.lower() == name:
+            return value
+    return None
+
+
+class UpstreamError(PDError):
+    """A worker did not give a usable answer."""
+
+
+class ConnectFailed(UpstreamError):
+    """No connection was made (refused, unreachable, name, TLS, or too slow): the worker saw nothing of the request."""
+
+
+class Disconnected(UpstreamError):
+    """The connection ended after the request was sent and before the answer's head arrived."""
+
+
+class FirstByteTimeout(UpstreamError):
+    """The worker took the request and did not begin to answer in time."""
+
+
+class StreamLost(UpstreamError):
+    """The answer began and then broke off, or nothing came for the idle time."""
+
+
+class BodyError(PDError):
+    """The client's body is unusable; `status` is the HTTP status that says why."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ClientGone(PDError):
+    """The client's connection is gone or it stopped reading for the idle time."""
+
+
+class UpstreamResponse(Protocol):
+    """An answer whose head has arrived. `close` must always be called; it is idempotent."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Headers: ...
+
+    async def next_chunk(self, idle: float) -> bytes:
+        """What has arrived, at least one byte, as soon as it is there; empty at the end.
+
+        Raises:
+            StreamLost: the connection broke, or nothing came for `idle` seconds.
+        """
+
+    async def read(self, limit: int, deadline: float) -> bytes:
+        """The whole body, at most `limit` bytes, within `deadline` seconds.
+
+        Raises:
+            StreamLost: it broke off, was too long, or too slow.
+        """
+
+    def close(self) -> None:
+        """Drop the answer. One that has not ended is cancelled: its connection is closed at once."""
+
+
+class Upstream(Protocol):
+    """The client side: keeps connections to workers."""
+
+    async def open(
+        self, method: str, base: str, target: str, headers: Headers, body: bytes | None, first_byte: float
+    ) -> UpstreamResponse:
+        """Send a request to `base` + `target` and wait for the answer's head for at most `first_byte` seconds.
+
+        Cancelling the call closes the connection.
+
+        Raises:
+            ConnectFailed, Disconnected, FirstByteTimeout: see there.
+        """
+
+    async def close(self) -> None:
+        """Close every connection. Idempotent."""
+
+
+class ClientRequest(Protocol):
+    """A request whose head has arrived."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def path(self) -> str:
+        """Decoded path, without the query."""
+
+    @property
+    def target(self) -> str:
+        """Path and query exactly as the client sent them."""
+
+    @property
+    def headers(self) -> Headers: ...
+
+    async def body(self, limit: int, idle: float) -> bytes:
+        """The whole body.
+
+        Raises:
+            BodyError: longer than `limit` bytes (413), or nothing came for `idle` seconds (408).
+            ClientGone: the client left while sending.
+        """
+
+
+class ClientReply(Protocol):
+    """The answer to one request. A client that leaves cancels the handler's task."""
+
+    @property
+    def status(self) -> int:
+        """The status sent, 0 while nothing was sent."""
+
+    async def send(self, status: int, headers: Headers, body: bytes) -> None:
+        """A complete answer in one piece. Raises ClientGone."""
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the head now; `write` and `finish` follow. Raises ClientGone."""
+
+    async def write(self, chunk: bytes) -> None:
+        """Send a piece now; returns when the client's buffer has room. Raises ClientGone."""
+
+    async def finish(self) -> None:
+        """End the answer properly. Raises ClientGone."""
+
+    def abort(self) -> None:
+        """Cut the connection, so that the client sees an answer that broke off. Idempotent."""
+
+
+Handler = Callable[[ClientRequest, ClientReply], Awaitable[None]]
+
+
+class HttpServer(Protocol):
+    """The server side. Three phases: `start`, requests, `stop`."""
+
+    async def start(self) -> int:
+        """Listen; returns the bound port. Raises OSError."""
+
+    async def stop(self) -> None:
+        """Stop accepting, give requests in flight their grace time, then cut them. Idempotent."""
