@@ -1,0 +1,110 @@
+"""The specs as vLLM's factory builds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.kv_offload.cache import caches, strided
+from tests.unit.kv_offload.engine import Request, offloading_config
+from vllm_pd.errors import SettingsError
+from vllm_pd.kv_offload import host_memory
+from vllm_pd.kv_offload.dram_worker import DramOffloadingWorker
+from vllm_pd.kv_offload.spec import PDOffloadingSpec, PDTieringOffloadingSpec
+from vllm_pd.vllm_compat import GPULoadStoreSpec, OffloadingSpecFactory
+
+pytestmark = pytest.mark.vllm
+
+PAGE = 8192
+SPEC: dict[str, Any] = {"spec_name": "PDOffloadingSpec", "spec_module_path": "vllm_pd.kv_offload.spec"}
+
+
+def blocks(ids: list[int]) -> Any:
+    return GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[0])
+
+
+def test_blocks_go_to_host_memory_and_back_through_vllms_manager() -> None:
+    spec = OffloadingSpecFactory.create_spec(offloading_config({**SPEC, "cpu_bytes_to_use": 4 * PAGE}))
+    assert isinstance(spec, PDOffloadingSpec)
+    tensor = strided(8, PAGE)
+    original = tensor.clone()
+    worker = spec.get_worker(caches([tensor], [[(0, PAGE)]]))
+    assert isinstance(worker, DramOffloadingWorker)
+    assert spec.get_worker(caches([tensor], [[(0, PAGE)]])) is worker
+    request = Request(spec.get_manager(), "a")
+    try:
+        assert request.store(worker, 1, [10, 11], blocks([2, 5]))
+        tensor.zero_()
+        assert request.lookup(10).name == request.lookup(11).name == "HIT"
+        assert request.lookup(12).name == "MISS"
+        request.load(worker, 2, [10, 11], blocks([7, 0]))
+        assert torch.equal(tensor[[7, 0]], original[[2, 5]])
+        # Four chunks fit; a fifth drives out the least recently used.
+        assert request.store(worker, 3, [12, 13, 14], blocks([1, 3, 4]))
+        assert request.lookup(10).name == "MISS"
+        assert request.lookup(14).name == "HIT"
+    finally:
+        worker.shutdown()
+
+
+@pytest.mark.parametrize("size", [None, 0, -1, "1GiB", 1.5, True])
+def test_a_missing_or_malformed_size_is_refused(size: Any) -> None:
+    with pytest.raises(SettingsError, match="cpu_bytes_to_use must be a positive whole number"):
+        PDOffloadingSpec(offloading_config({"cpu_bytes_to_use": size}))
+
+
+def test_a_tier_smaller_than_one_chunk_is_refused() -> None:
+    with pytest.raises(SettingsError, match="less than one chunk of 8192 bytes"):
+        PDOffloadingSpec(offloading_config({"cpu_bytes_to_use": PAGE - 1}))
+
+
+def test_a_tier_larger_than_the_host_is_refused_at_start() -> None:
+    with pytest.raises(SettingsError, match="does not fit this host"):
+        PDOffloadingSpec(offloading_config({"cpu_bytes_to_use": 1 << 50}))
+
+
+def test_a_tier_larger_than_what_is_free_is_refused_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda *_: 1 << 20)
+    spec = PDOffloadingSpec(offloading_config({"cpu_bytes_to_use": 1 << 30}))
+    with pytest.raises(SettingsError, match=r"needs 1\.00 GiB here but only 0\.00 GiB"):
+        spec.get_worker(caches([strided(8, PAGE)], [[(0, PAGE)]]))
+
+
+def test_an_ssd_needs_the_tiering_spec() -> None:
+    with pytest.raises(SettingsError, match="PDTieringOffloadingSpec"):
+        PDOffloadingSpec(offloading_config({"cpu_bytes_to_use": PAGE, "ssd": {"path": "/x", "gib": 1}}))
+
+
+@pytest.mark.parametrize(
+    ("ssd", "message"),
+    [
+        (None, "must be an object"),
+        ({"path": "/x", "gib": 1, "gob": 2}, "unknown key 'gob'"),
+        ({"gib": 1}, "ssd.path"),
+        ({"path": "/x"}, "ssd.gib"),
+        ({"path": "/x", "gib": 0}, "ssd.gib must be a number above 0"),
+        ({"path": "/x", "gib": 1, "free_gib": -1}, "ssd.free_gib"),
+    ],
+)
+def test_a_malformed_ssd_option_is_refused(ssd: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        PDTieringOffloadingSpec(offloading_config({"cpu_bytes_to_use": PAGE, "ssd": ssd}))
+
+
+def test_an_ssd_folder_that_cannot_be_written_is_refused_with_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    spec = PDTieringOffloadingSpec(
+        offloading_config({"cpu_bytes_to_use": PAGE, "ssd": {"path": str(tmp_path / "file"), "gib": 1}})
+    )
+    with pytest.raises(SettingsError, match="--pd-ssd-path"):
+        spec.get_manager()
+    assert not list(Path("/dev/shm").glob(f"*{spec.config.engine_id}*"))
+
+
+def test_vllms_metrics_can_be_defined_from_our_options(tmp_path: Path) -> None:
+    extra = {"cpu_bytes_to_use": PAGE, "ssd": {"path": str(tmp_path), "gib": 1}}
+    assert PDOffloadingSpec.build_metric_definitions({"cpu_bytes_to_use": PAGE})
+    assert PDTieringOffloadingSpec.build_metric_definitions(extra)
