@@ -1,0 +1,86 @@
+"""What the agent of this process is told before vLLM builds its engine, kept until the engine is up.
+
+`configure` is called where the command line is known; vLLM builds the stat logger later and hands it only its own
+configuration, so the two meet in this module.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from vllm_pd.agent.identity import advertise_url
+from vllm_pd.state.base import Role
+from vllm_pd.state.keys import check_namespace
+
+DEFAULT_LEASE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """Sizes in GiB (2**30 bytes), times in seconds.
+
+    Attributes:
+        store: URL of the store; empty means that no agent runs.
+        advertise_url: base URL given by the user; empty to derive it from `host`, `port` and `tls`.
+        host: what the server binds; None and "" mean every interface.
+        uds: path of the Unix socket it binds instead.
+        nixl_host, nixl_port: NIXL's side channel; an empty host when this worker cannot hand KV over.
+        models: served model names.
+        loras: names of LoRA adapters known at start.
+        chat_template: the server's `--chat-template`, a file or a literal, as given.
+    """
+
+    store: str
+    namespace: str
+    role: Role = Role.BOTH
+    advertise_url: str = ""
+    host: str | None = None
+    port: int = 0
+    uds: str | None = None
+    tls: bool = False
+    nixl_host: str = ""
+    nixl_port: int = 0
+    cpu_gib: float = 0.0
+    ssd_gib: float = 0.0
+    lease_s: float = DEFAULT_LEASE_S
+    models: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
+    chat_template: str | None = None
+
+    def url(self) -> str:
+        """The advertised base URL.
+
+        Raises:
+            SettingsError: see `identity.advertise_url`.
+        """
+        return advertise_url(
+            self.host,
+            self.port,
+            uds=self.uds,
+            tls=self.tls,
+            explicit=self.advertise_url,
+            # vLLM's own variable for "the address of this machine".
+            host_ip=os.environ.get("VLLM_HOST_IP", ""),
+        )
+
+
+_config: RuntimeConfig | None = None
+
+
+def configure(config: RuntimeConfig) -> None:
+    """Remember `config` for the stat logger of this process; the last call counts.
+
+    Raises:
+        SettingsError: the namespace is malformed, or no URL can be advertised.
+    """
+    global _config
+    if config.store:
+        check_namespace(config.namespace)
+        config.url()
+    _config = config
+
+
+def configured() -> RuntimeConfig | None:
+    """What `configure` was told, or None when there is no store and hence no agent."""
+    return _config if _config is not None and _config.store else None
