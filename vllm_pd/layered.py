@@ -91,7 +91,7 @@ def redact(text: str) -> str:
 def nearest(name: str, known: list[str]) -> str:
     """` (did you mean X?)`, or an empty string when nothing is close."""
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+    return f" (did you mean {str(match[0])!r}?)" if match else ""
 
 
 def normalise_key(key: str) -> str:

@@ -20,7 +20,7 @@ from vllm_pd.errors import SettingsError
 
 HOST_ENV = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_ENV = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-_OWNER_ENV = "_VLLM_PD_SIDE_CHANNEL_OWNER"
+OWNER_ENV = "_VLLM_PD_SIDE_CHANNEL_OWNER"
 """Marks the two variables above as ours, so that our own child processes take them and nobody else's does."""
 
 _FIRST_PORT, _LAST_PORT = 20000, 32000
@@ -95,13 +95,13 @@ def ensure(candidates: Iterable[str], *, first_rank: int = 0, ranks: int = 1) ->
 
     Sets the two environment variables that vLLM reads, for this process and its children.
     """
-    if PORT_ENV in os.environ and os.environ.get(_OWNER_ENV, "") in ("", str(os.getppid()), str(os.getpid())):
+    if PORT_ENV in os.environ and os.environ.get(OWNER_ENV, "") in ("", str(os.getppid()), str(os.getpid())):
         return SideChannel(os.environ.get(HOST_ENV, "localhost"), int(os.environ[PORT_ENV]))
-    host = os.environ[HOST_ENV] if HOST_ENV in os.environ and _OWNER_ENV not in os.environ else choose_host(candidates)
+    host = os.environ[HOST_ENV] if HOST_ENV in os.environ and OWNER_ENV not in os.environ else choose_host(candidates)
     channel = reserve(host, first_rank=first_rank, ranks=ranks)
     os.environ[HOST_ENV] = channel.host
     os.environ[PORT_ENV] = str(channel.port)
-    os.environ[_OWNER_ENV] = str(os.getpid())
+    os.environ[OWNER_ENV] = str(os.getpid())
     return channel
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_pd import settings as s
 from vllm_pd.errors import SettingsError
+from vllm_pd.state.base import Role
 from vllm_pd.vllm_compat import KVTransferConfig, is_nixl_available, vllm_config_class
 
 NIXL = "NixlConnector"
@@ -69,7 +70,7 @@ def check_nixl(settings: s.WorkerSettings) -> bool:
     """
     if nixl_installed():
         return True
-    if settings.role is not s.Role.BOTH:
+    if settings.role is not Role.BOTH:
         raise SettingsError(
             f"--role {settings.role} hands KV over with NIXL, which is not installed; "
             "install it with pip install 'vllm-pd[nixl]' or use --role both."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vllm_pd import side_channel
@@ -12,6 +12,9 @@ from vllm_pd import vllm_compat as compat
 from vllm_pd.settings import WorkerSettings
 from vllm_pd.side_channel import SideChannel
 from vllm_pd.transfer_config import nixl_installed
+
+if TYPE_CHECKING:
+    from vllm_pd.agent import runtime
 
 logger = logging.getLogger("vllm.vllm_pd")
 
@@ -76,3 +79,29 @@ def _side_channel(settings: WorkerSettings, engine_args: Any, args: argparse.Nam
         else (engine_args.data_parallel_size_local or engine_args.data_parallel_size)
     )
     return side_channel.ensure((advertised, served, compat.get_ip()), first_rank=first, ranks=ranks)
+
+
+def _runtime_config(
+    settings: WorkerSettings, args: argparse.Namespace, channel: SideChannel | None
+) -> runtime.RuntimeConfig:
+    from vllm_pd.agent import runtime
+
+    served = getattr(args, "served_model_name", None) or [args.model]
+    return runtime.RuntimeConfig(
+        store=settings.store,
+        namespace=settings.namespace,
+        role=settings.role,
+        advertise_url=settings.advertise_url,
+        host=getattr(args, "host", None),
+        port=args.port,
+        uds=getattr(args, "uds", None),
+        tls=bool(getattr(args, "ssl_certfile", None)),
+        nixl_host=channel.host if channel else "",
+        nixl_port=channel.port if channel else 0,
+        cpu_gib=settings.cpu_gib,
+        ssd_gib=settings.ssd_gib,
+        lease_s=settings.lease_s,
+        models=tuple([served] if isinstance(served, str) else served),
+        loras=tuple(lora.name for lora in getattr(args, "lora_modules", None) or ()),
+        chat_template=getattr(args, "chat_template", None),
+    )
