@@ -24,7 +24,7 @@ $(STAMP): setup.py pyproject.toml scripts/install.py
 	  echo "vllm-pd needs Python 3.11 or newer, and none of python3.11, python3.12, python3.13, python3 on PATH is one." >&2; \
 	  exit 1; \
 	fi; \
-	$$python scripts/install.py && touch $@
+	$$python -m scripts.install && touch $@
 
 test: install ## Run every test except those marked slow
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -1,6 +1,6 @@
 """Builds `.venv` with vLLM, NIXL, this project and its tools. Standard library only; `make install` runs it.
 
-    python3 scripts/install.py [--build auto|cuda|cpu] [--venv FOLDER]
+    python3 -m scripts.install [--build auto|cuda|cpu] [--venv FOLDER]
 
 On a machine with an NVIDIA GPU it installs `vllm`; elsewhere the CPU build, whose set-up has three traps:
 
@@ -33,6 +33,8 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from scripts.progress import StatusLine
+
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "logs" / "install.log"
 
@@ -46,8 +48,7 @@ ATTEMPTS = 3
 PAUSE_S = 5.0
 STEP_TIMEOUT_S = 3600.0
 SHOWN_LINES = 12
-TTY_REFRESH_S = 0.5
-PLAIN_REFRESH_S = 20.0
+READ_S = 0.5
 # Trying again does not help when the registry has answered.
 FINAL_ANSWERS = ("No matching distribution", "ResolutionImpossible", "No space left", "Permission denied")
 
@@ -115,7 +116,6 @@ class Runner:
             time.sleep(PAUSE_S * attempt)
 
     def _once(self, title: str, command: Sequence[str]) -> tuple[int, list[str]]:
-        started = time.monotonic()
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         tail: list[str] = []
         with self.log.open("a") as log:
@@ -132,12 +132,12 @@ class Runner:
             )
             reader = threading.Thread(target=_read_lines, args=(process, lines), daemon=True)
             reader.start()
-            status = _StatusLine(title, started)
+            status = StatusLine(title)
             try:
                 open_end = True
                 while open_end:
                     try:
-                        line = lines.get(timeout=TTY_REFRESH_S)
+                        line = lines.get(timeout=READ_S)
                     except queue.Empty:
                         line = ""
                     open_end = line is not None
@@ -145,14 +145,14 @@ class Runner:
                         log.write(line)
                         tail = [*tail[-200:], line.rstrip()]
                     status.show(tail[-1] if tail else "")
-                    if time.monotonic() - started > STEP_TIMEOUT_S:
+                    if status.seconds > STEP_TIMEOUT_S:
                         raise InstallError(f"The step {title!r} took more than {STEP_TIMEOUT_S:.0f} s.", tail[-12:])
                 code = process.wait()
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-            status.done(code == 0)
+            status.done("done" if code == 0 else "failed")
         return code, tail
 
 
@@ -161,30 +161,6 @@ def _read_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | N
     for line in process.stdout:
         lines.put(line)
     lines.put(None)
-
-
-class _StatusLine:
-    """One line that says which step runs, for how long, and what it does; redrawn on a terminal, sparse elsewhere."""
-
-    def __init__(self, title: str, started: float) -> None:
-        self._title = title
-        self._started = started
-        self._is_tty = sys.stdout.isatty()
-        self._next = 0.0 if self._is_tty else started + PLAIN_REFRESH_S
-
-    def show(self, detail: str) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + (TTY_REFRESH_S if self._is_tty else PLAIN_REFRESH_S)
-        text = f"  {self._title}, {now - self._started:.0f} s: {' '.join(detail.split())}"
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r\x1b[2K{text[:width]}" if self._is_tty else text[:160], end="" if self._is_tty else "\n", flush=True)
-
-    def done(self, ok: bool) -> None:
-        start = "\r\x1b[2K" if self._is_tty else ""
-        took = time.monotonic() - self._started
-        print(f"{start}  {self._title}: {'done' if ok else 'failed'} ({took:.0f} s)", flush=True)
 
 
 # The steps

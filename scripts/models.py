@@ -86,9 +86,7 @@ def model_dir(name: str, directory: Path = DEFAULT_DIR) -> Path:
         return folder
     command = [sys.executable, "-m", "scripts.models", name, "--dir", str(directory.resolve())]
     try:
-        subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True, timeout=BUILD_TIMEOUT_S
-        )
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=BUILD_TIMEOUT_S)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as e:
         raise ModelError(f"The model {name!r} could not be built ({e}); the lines above say why.") from None
     return folder
@@ -102,8 +100,10 @@ def build(recipe: Recipe, directory: Path, say: Say) -> Path:
         if recipe.is_built(folder):
             return folder
         started = time.monotonic()
-        scratch = directory / f".{recipe.name}.{os.getpid()}.part"
+        scratch = directory / f".{recipe.name}.part"
         try:
+            # A killed build may have left some of it; the lock says that nobody else writes there.
+            shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
             recipe.build(scratch, say)
             (scratch / STAMP).write_text(json.dumps(recipe.stamp))
@@ -128,6 +128,7 @@ def _build_tiny(out: Path, say: Say) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    _calm()
     say(f"tiny: training a byte-level BPE of {TINY_VOCAB} tokens on the standard library")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -170,6 +171,14 @@ def _build_tiny(out: Path, say: Say) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(out)
 
 
+def _calm() -> None:
+    """Progress bars belong on a terminal only."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
 def _standard_library_sources() -> Iterator[str]:
     """Modules of the running Python in a fixed order, `TINY_CORPUS_BYTES` at most."""
     left = TINY_CORPUS_BYTES
@@ -185,6 +194,7 @@ def _build_smollm2(out: Path, say: Say) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    _calm()
     gguf = _smollm2_gguf()
     say(f"smollm2: reading {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB), this takes about 20 seconds")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -216,15 +226,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", choices=sorted(RECIPES))
     parser.add_argument("--dir", type=Path, default=DEFAULT_DIR, help="where model folders are kept")
     args = parser.parse_args(argv)
-    # Before transformers is imported: nothing here may wait for a network, and bars belong on a terminal only.
+    # Before transformers is imported: nothing here may wait for a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if not sys.stderr.isatty():
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     try:
         print(build(RECIPES[args.model], args.dir, lambda line: print(line, file=sys.stderr, flush=True)))
     except ModelError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -182,8 +182,16 @@ class LocalCluster:
         """`/metrics` of the router. Raises OSError."""
         return metrics_text.scrape(self.router_url)
 
-    def start(self, *, progress: Progress | None = None, deadline_s: float = DEFAULT_START_DEADLINE_S) -> LocalCluster:
+    def start(
+        self,
+        *,
+        progress: Progress | None = None,
+        deadline_s: float = DEFAULT_START_DEADLINE_S,
+        hurry: Callable[[], bool] = lambda: False,
+    ) -> LocalCluster:
         """Start everything and wait until it is ready; on any error or interruption everything is ended first.
+
+        `hurry` is for that end, see `stop`.
 
         Raises:
             ProcessError: something died or was not ready in time; the message holds the end of its log.
@@ -204,7 +212,7 @@ class LocalCluster:
                     {self._launch_router(self._router_spec): f"{self.router_url}/ready"}, started, deadline_s, progress
                 )
         except BaseException:
-            self.stop()
+            self.stop(hurry=hurry)
             raise
         self._removes_logs = self._has_own_logs
         return self
