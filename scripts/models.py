@@ -128,7 +128,6 @@ def _build_tiny(out: Path, say: Say) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    _calm()
     say(f"tiny: training a byte-level BPE of {TINY_VOCAB} tokens on the standard library")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -171,14 +170,6 @@ def _build_tiny(out: Path, say: Say) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(out)
 
 
-def _calm() -> None:
-    """Progress bars belong on a terminal only."""
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-
-
 def _standard_library_sources() -> Iterator[str]:
     """Modules of the running Python in a fixed order, `TINY_CORPUS_BYTES` at most."""
     left = TINY_CORPUS_BYTES
@@ -194,7 +185,6 @@ def _build_smollm2(out: Path, say: Say) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    _calm()
     gguf = _smollm2_gguf()
     say(f"smollm2: reading {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB), this takes about 20 seconds")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -226,8 +216,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", choices=sorted(RECIPES))
     parser.add_argument("--dir", type=Path, default=DEFAULT_DIR, help="where model folders are kept")
     args = parser.parse_args(argv)
-    # Before transformers is imported: nothing here may wait for a network.
+    # Before transformers is imported: nothing here may wait for a network, and bars belong on a terminal only.
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"
     try:
         print(build(RECIPES[args.model], args.dir, lambda line: print(line, file=sys.stderr, flush=True)))
     except ModelError as e:

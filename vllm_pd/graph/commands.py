@@ -14,6 +14,7 @@ from vllm_pd.state.base import Role
 SETTINGS_PREFIX = "VLLM_PD_"
 SHUTDOWN_TIMEOUT_S = 15
 _SHARED_GPU_FRACTION = 0.8
+_CPU_KV_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,9 @@ def worker_command(
     else:
         # Compiling takes over a minute at each start and gains nothing for small models on a CPU.
         command += ["--enforce-eager", "--block-size", str(engine.block_size)]
-        command += ["--num-gpu-blocks-override", str(engine.kv_blocks)]
+        # A size that is given keeps vLLM from demanding nearly all memory of the machine for each worker, and from a
+        # warm-up that only measures; how much is allocated follows from the number of blocks.
+        command += ["--num-gpu-blocks-override", str(engine.kv_blocks), "--kv-cache-memory-bytes", str(_CPU_KV_BYTES)]
     if worker.role is not None:
         command += ["--kv-connector", CONNECTOR, "--role", str(worker.role)]
         if store:
