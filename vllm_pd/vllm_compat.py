@@ -144,7 +144,11 @@ INTERNALS: tuple[Internal, ...] = (
         "AggregateStatLoggerBase",
         "vllm.v1.metrics.loggers",
         "AggregateStatLoggerBase",
-        ("__init__(vllm_config, engine_indexes)",),
+        (
+            "__init__(vllm_config, engine_indexes)",
+            "record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
+            "log_engine_initialized()",
+        ),
         "base of our stat logger",
     ),
 )
@@ -267,6 +271,31 @@ INTERNALS += (
         "TierTransferJob", f"{_OFFLOAD}.tiering.base", "TransferJob", ("job_id", "keys"), "a write to the SSD tier"
     ),
     Internal("TierJobResult", f"{_OFFLOAD}.tiering.base", "JobResult", ("job_id", "success"), "its outcome"),
+)
+
+# Used by the agent.
+INTERNALS += (
+    Internal(
+        "AsyncLLM",
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM",
+        ("shutdown(timeout)",),
+        "the first act of an API server's end, at which the worker is withdrawn",
+    ),
+    Internal(
+        "SchedulerStats",
+        "vllm.v1.metrics.stats",
+        "SchedulerStats",
+        ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "kv_cache_usage"),
+        "the load that is published",
+    ),
+    Internal(
+        "load_chat_template",
+        "vllm.renderers.chat_utils",
+        "load_chat_template",
+        (),
+        "reads what --chat-template names, as the server does",
+    ),
 )
 
 _BY_ALIAS = {entry.alias: entry for entry in INTERNALS}

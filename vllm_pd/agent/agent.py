@@ -1,0 +1,228 @@
+"""The agent: keeps one worker registered, from a thread of its own.
+
+vLLM's event loop only ever assigns to a dictionary here (`observe`); everything that waits happens in the thread. The
+store may be away, at the start or later: the server serves all the same, and the agent registers when the store is
+back. Nothing in here raises into vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from vllm_pd.agent.spec import AgentSpec
+from vllm_pd.errors import PDError, StoreError
+from vllm_pd.layered import redact
+from vllm_pd.state.base import HeartbeatResult, Registry, TokenizerFiles, WorkerLoad
+
+logger = logging.getLogger("vllm.vllm_pd")
+"""Below vLLM's own logger, whose handlers and level it shares."""
+
+LOAD_PERIOD_S = 0.25
+"""A changed load is published at most this often."""
+_READY_PERIOD_S = 0.2
+_BACKOFF_S = (0.25, 5.0)
+_WITHDRAW_S = 1.5
+# Long against a lease, short against the time after which nobody needs the files of a worker that is gone.
+_TOKENIZER_TTL_MS = 3_600_000
+_TOKENIZER_PERIOD_S = 900.0
+
+
+class Agent:
+    """Registers, renews and withdraws one worker and publishes its load.
+
+    Args:
+        spec: what to register.
+        open_registry: makes the registry; called in the agent's thread, so its connections belong to that loop.
+        serves: answers whether the HTTP server of this process serves; the worker is registered once it does, so that
+            a router never sees a worker that refuses connections.
+    """
+
+    def __init__(
+        self, spec: AgentSpec, open_registry: Callable[[], Registry], serves: Callable[[], Awaitable[bool]]
+    ) -> None:
+        self._spec = spec
+        self._open_registry = open_registry
+        self._serves = serves
+        self._record = spec.record
+        self._files: TokenizerFiles | None = None
+        self._observed: dict[int, WorkerLoad] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._stop_requested = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="vllm-pd-agent", daemon=True)
+        self._lost = False
+        self._stale = False
+        self._registered = False
+        self._failures = 0
+        self._next_beat = 0.0
+        self._next_tokenizer = 0.0
+        self._next_load = 0.0
+        self._published: dict[int, tuple[int, int, float]] = {}
+
+    def start(self) -> None:
+        """Start the thread and return at once. Call it once."""
+        self._thread.start()
+
+    def observe(self, engine: int, running: int, waiting: int, kv_usage: float) -> None:
+        """Note the newest load of an engine. No lock and no I/O: safe on a hot event loop."""
+        self._observed[engine] = WorkerLoad(running, waiting, kv_usage, time.time_ns() // 1_000_000)
+
+    def stop(self, timeout_s: float = 2.0) -> bool:
+        """Withdraw the worker and end the thread. Idempotent, callable from any thread.
+
+        Returns:
+            Whether the thread ended within `timeout_s`; if not, the lease makes routers forget the worker.
+        """
+        self._stop_requested.set()
+        loop, stopping = self._loop, self._stopping
+        if loop is not None and stopping is not None:
+            try:
+                loop.call_soon_threadsafe(stopping.set)
+            except RuntimeError:
+                # The loop has just closed: the thread is ending by itself.
+                logger.debug("the agent had already ended")
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except PDError as e:
+            logger.error("vllm-pd: this worker is not registered: %s", e)
+        except Exception:
+            # The thread is the last frame that can say so; vLLM goes on serving.
+            logger.exception("vllm-pd: the agent ended unexpectedly; this worker will vanish from the routers")
+
+    async def _run(self) -> None:
+        self._stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        # A stop that came before the two lines above could not wake us.
+        if self._stop_requested.is_set():
+            return
+        while not await self._serves():
+            if await self._sleep(_READY_PERIOD_S):
+                return
+        if self._spec.is_registrar:
+            self._read_tokenizer()
+        registry = self._open_registry()
+        try:
+            while not await self._sleep(await self._cycle(registry)):
+                pass
+            await self._withdraw(registry)
+        finally:
+            await registry.close()
+
+    async def _cycle(self, registry: Registry) -> float:
+        """Do what is due; return the seconds until something is due again."""
+        try:
+            if self._spec.is_registrar and time.monotonic() >= self._next_beat:
+                await self._beat(registry)
+            await self._publish_load(registry)
+        except StoreError as e:
+            return self._on_lost(e)
+        if self._lost:
+            self._lost = False
+            logger.info("vllm-pd: the store %s is back.", redact(self._spec.store))
+        self._failures = 0
+        # The load is looked at this often; asking is cheaper than having vLLM's loop wake this one.
+        return LOAD_PERIOD_S
+
+    async def _beat(self, registry: Registry) -> None:
+        await self._put_tokenizer(registry)
+        result = await registry.heartbeat(self._record, self._spec.lease_ms)
+        if result is HeartbeatResult.STALE:
+            self._on_stale()
+            return
+        self._registered = True
+        if result is HeartbeatResult.NEW:
+            # Also what a store says that came back empty: it needs the rest again, too.
+            self._next_tokenizer = self._next_load = 0.0
+            await self._put_tokenizer(registry)
+            logger.info(
+                "vllm-pd: registered %s as %s in pool %s.", self._record.url, self._record.role, self._record.pool.id
+            )
+        self._stale = False
+        # Earlier by up to a fifth: workers that started together must not beat together for ever.
+        self._next_beat = time.monotonic() + self._spec.lease_s / 3 * random.uniform(0.8, 1.0)
+
+    async def _put_tokenizer(self, registry: Registry) -> None:
+        if self._files is not None and time.monotonic() >= self._next_tokenizer:
+            await registry.put_tokenizer(self._record.pool.id, self._files, _TOKENIZER_TTL_MS)
+            self._next_tokenizer = time.monotonic() + _TOKENIZER_PERIOD_S
+
+    async def _publish_load(self, registry: Registry) -> None:
+        loads = dict(self._observed)
+        seen = _without_time(loads)
+        now = time.monotonic()
+        if not loads or self._stale or (seen == self._published and now < self._next_load):
+            return
+        record = self._record
+        await registry.publish_load(record.id, record.pool.id, self._spec.writer, loads, self._spec.lease_ms)
+        self._published = seen
+        self._next_load = now + self._spec.lease_s / 3
+
+    async def _withdraw(self, registry: Registry) -> None:
+        if not self._registered:
+            return
+        try:
+            async with asyncio.timeout(_WITHDRAW_S):
+                await registry.withdraw(self._record.id, self._record.pool.id, self._record.epoch)
+        except (StoreError, TimeoutError) as e:
+            logger.warning(
+                "vllm-pd: this worker could not be withdrawn; routers forget it within %g s (%s)", self._spec.lease_s, e
+            )
+            return
+        logger.info("vllm-pd: withdrew %s.", self._record.url)
+
+    def _read_tokenizer(self) -> None:
+        try:
+            self._files = self._spec.load_tokenizer()
+        except Exception:
+            # Routers can still route by load, so an unreadable file must not keep the worker out.
+            logger.warning("vllm-pd: the tokenizer files cannot be read, so they are not published", exc_info=True)
+        if self._files is not None:
+            self._record = dataclasses.replace(self._record, tokenizer=self._files.sha)
+
+    def _on_lost(self, error: StoreError) -> float:
+        if not self._lost:
+            self._lost = True
+            logger.warning("vllm-pd: the store is lost, trying again until it is back: %s", error)
+        # Whatever the store knew of this worker may have ended by the time it is back.
+        self._next_beat = 0.0
+        first, cap = _BACKOFF_S
+        pause = min(cap, self._spec.lease_s / 2, first * 2.0 ** min(self._failures, 10))
+        self._failures += 1
+        return pause * random.uniform(0.5, 1.0)
+
+    def _on_stale(self) -> None:
+        if not self._stale:
+            logger.error(
+                "vllm-pd: another process with a newer start is registered under %s, so this one stays out; stop one "
+                "of them, or give each its own --port or --pd-advertise-url.",
+                self._record.url,
+            )
+        self._stale = True
+        # Slowly: the other one may end, and then this one takes over.
+        self._next_beat = time.monotonic() + self._spec.lease_s
+
+    async def _sleep(self, seconds: float) -> bool:
+        """Wait, but no longer than until `stop`; return whether it was called."""
+        assert self._stopping is not None
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def _without_time(loads: Mapping[int, WorkerLoad]) -> dict[int, tuple[int, int, float]]:
+    # The usage is compared as it is: it changes with the number of blocks in use, which is what a router wants.
+    return {engine: (load.running, load.waiting, load.kv_usage) for engine, load in loads.items()}

@@ -1,0 +1,124 @@
+"""The stat logger that hosts the agent: vLLM tells it when the engine is up and, at each step, its load.
+
+vLLM tells stat loggers nothing about the end. The engine client's `shutdown` is the first thing of every way in which
+an API server ends (SIGTERM, SIGINT, a dead engine), before a drain begins, so the agent is stopped from there: a router
+stops sending requests while those under way are finished. An exit handler is the net under ends that skip it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+from typing import Any
+
+from vllm_pd import __version__
+from vllm_pd import vllm_compat as compat
+from vllm_pd.agent import runtime
+from vllm_pd.agent.agent import Agent
+from vllm_pd.agent.identity import new_epoch, pool_spec, worker_id
+from vllm_pd.agent.readiness import OwnServer
+from vllm_pd.agent.runtime import RuntimeConfig
+from vllm_pd.agent.spec import AgentSpec
+from vllm_pd.agent.tokenizer_files import load_tokenizer_files
+from vllm_pd.state.base import TokenizerFiles, WorkerRecord
+from vllm_pd.state.open_registry import open_registry
+
+logger = logging.getLogger("vllm.vllm_pd")
+
+STORE_TIMEOUT_S = 2.0
+"""Nobody waits for the agent, and under load its thread gets little of the interpreter: be patient."""
+
+
+class PDStatLogger(compat.AggregateStatLoggerBase):  # type: ignore[misc]
+    """Feeds and hosts the agent of this API server process; does nothing when no store is configured."""
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+        self._vllm_config = vllm_config
+        self._engines = len(engine_indexes)
+        self._config = runtime.configured()
+        self._agent: Agent | None = None
+
+    def record(
+        self,
+        scheduler_stats: Any | None,
+        iteration_stats: Any | None,
+        mm_cache_stats: Any | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if self._agent is not None and scheduler_stats is not None:
+            self._agent.observe(
+                engine_idx,
+                scheduler_stats.num_running_reqs,
+                scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+                scheduler_stats.kv_cache_usage,
+            )
+
+    def log_engine_initialized(self) -> None:
+        """Start the agent; it registers once the HTTP server answers. Called again after the engine was rescaled."""
+        if self._config is None or self._agent is not None:
+            return
+        config = self._config
+        agent = Agent(
+            agent_spec(config, self._vllm_config, self._engines),
+            lambda: open_registry(config.store, config.namespace, timeout_s=STORE_TIMEOUT_S),
+            OwnServer(host=config.host, port=config.port, uds=config.uds, tls=config.tls).serves,
+        )
+        _stop_at_shutdown(agent)
+        agent.start()
+        self._agent = agent
+
+
+def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSpec:
+    """What this API server registers and publishes, from its own settings and a started engine's configuration."""
+    model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+    rank = max(0, vllm_config.parallel_config._api_process_rank)
+    vllm_version = compat.vllm_version()
+    url = config.url()
+    record = WorkerRecord(
+        id=worker_id(url),
+        epoch=new_epoch(),
+        pool=pool_spec(vllm_config, vllm_version),
+        url=url,
+        role=config.role,
+        models=(config.models or (str(model.model),)) + config.loras,
+        engine_id=str(transfer.engine_id) if transfer is not None else "",
+        nixl_host=config.nixl_host,
+        nixl_port=config.nixl_port,
+        dp_size=engines,
+        # The engine client has summed it over the engines it talks to.
+        kv_blocks=int(vllm_config.cache_config.num_gpu_blocks or 0),
+        cpu_gib=config.cpu_gib,
+        ssd_gib=config.ssd_gib,
+        max_model_len=int(model.max_model_len),
+        versions={"vllm": vllm_version, "vllm-pd": __version__},
+    )
+    return AgentSpec(
+        store=config.store,
+        record=record,
+        writer=rank,
+        is_registrar=rank == 0,
+        lease_s=config.lease_s,
+        load_tokenizer=functools.partial(_load_tokenizer, model, config.chat_template),
+    )
+
+
+def _load_tokenizer(model: Any, chat_template: str | None) -> TokenizerFiles | None:
+    if model.skip_tokenizer_init or model.tokenizer_mode == "mistral":
+        return None
+    # vLLM's own rules for what the flag may be: a file, the name of a built-in template, or a literal.
+    template = compat.load_chat_template(chat_template)
+    return load_tokenizer_files(str(model.tokenizer), model.tokenizer_revision, template)
+
+
+def _stop_at_shutdown(agent: Agent) -> None:
+    """Have `agent` stopped as the first act of the engine client's shutdown, and at exit at the latest."""
+    original = compat.AsyncLLM.shutdown
+
+    @functools.wraps(original)
+    def shutdown_after_agent(self: Any, *args: Any, **kwargs: Any) -> Any:
+        agent.stop()
+        return original(self, *args, **kwargs)
+
+    compat.AsyncLLM.shutdown = shutdown_after_agent
+    atexit.register(agent.stop)
