@@ -158,7 +158,7 @@ class SsdBudget:
         return freed
 
     def _work(self) -> None:
-        next_scan = 0.0
+        next_scan, complaint = 0.0, ""
         while not self._stopping.is_set():
             try:
                 with self._lock:
@@ -168,9 +168,12 @@ class SsdBudget:
                     self._wake.clear()
                     self.scan_and_evict()
                     next_scan = time.monotonic() + self._limits.scan_every_s
+                complaint = ""
             except OSError as e:
                 # The disk is gone or read-only. The tier's own reads and writes fail as misses; keep looking.
-                logger.warning("SSD tier: cannot check %s (%s).", self._root, e)
+                if complaint != str(e):
+                    logger.warning("SSD tier: cannot check %s (%s).", self._root, e)
+                complaint = str(e)
             # Even when woken at once, a full folder is scanned once per tick at most.
             if self._stopping.wait(self._limits.tick_s):
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from tests.unit.kv_offload.cache import caches, strided
 from tests.unit.kv_offload.engine import Request, offloading_config
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload import host_memory
+from vllm_pd.kv_offload import spec as spec_module
 from vllm_pd.kv_offload.dram_worker import DramOffloadingWorker
 from vllm_pd.kv_offload.spec import PDOffloadingSpec, PDTieringOffloadingSpec
-from vllm_pd.vllm_compat import GPULoadStoreSpec, OffloadingSpecFactory
+from vllm_pd.vllm_compat import CPUOffloadingSpec, GPULoadStoreSpec, OffloadingSpecFactory
 
 pytestmark = pytest.mark.vllm
 
@@ -108,3 +110,33 @@ def test_vllms_metrics_can_be_defined_from_our_options(tmp_path: Path) -> None:
     extra = {"cpu_bytes_to_use": PAGE, "ssd": {"path": str(tmp_path), "gib": 1}}
     assert PDOffloadingSpec.build_metric_definitions({"cpu_bytes_to_use": PAGE})
     assert PDTieringOffloadingSpec.build_metric_definitions(extra)
+
+
+def platform(monkeypatch: pytest.MonkeyPatch, **answers: bool) -> None:
+    kinds = {"is_cpu": False, "is_cuda_alike": False, "is_xpu": False, **answers}
+    fake = SimpleNamespace(device_count=lambda: 8, device_name="toaster")
+    for name, answer in kinds.items():
+        setattr(fake, name, lambda answer=answer: answer)
+    monkeypatch.setattr(spec_module, "current_platform", fake)
+
+
+@pytest.mark.parametrize("kind", ["is_cuda_alike", "is_xpu"])
+def test_on_a_gpu_vllms_own_worker_is_used(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    platform(monkeypatch, **{kind: True})
+    theirs = object()
+    monkeypatch.setattr(CPUOffloadingSpec, "get_worker", lambda self, kv_caches: theirs)
+    spec = PDOffloadingSpec(offloading_config({"cpu_bytes_to_use": PAGE}))
+    assert spec.get_worker(caches([strided(8, PAGE)], [[(0, PAGE)]])) is theirs
+
+
+def test_another_platform_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform(monkeypatch)
+    spec = PDOffloadingSpec(offloading_config({"cpu_bytes_to_use": PAGE}))
+    with pytest.raises(SettingsError, match="platform 'toaster'"):
+        spec.get_worker(caches([strided(8, PAGE)], [[(0, PAGE)]]))
+
+
+def test_the_canonical_layout_is_refused_on_cpu() -> None:
+    spec = PDOffloadingSpec(offloading_config({"cpu_bytes_to_use": PAGE}, canonical_layout=True))
+    with pytest.raises(SettingsError, match="canonical_layout"):
+        spec.get_worker(caches([strided(8, PAGE)], [[(0, PAGE)]]))
