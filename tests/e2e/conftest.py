@@ -1,0 +1,54 @@
+"""One real cluster for the tests of this folder: a prefill and a decode worker, a router, and a plain server beside.
+
+The model is the tiny random one in float32 (ties between its logits are then rare), one scheduler step takes at most
+`CHUNK` tokens, and the prompts of a test fit into the GPU-side cache only together with the CPU tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.ask import Endpoint
+from vllm_pd.graph.local import LocalCluster
+
+MODEL = "m"
+BLOCK = 32
+CHUNK = 256
+LEASE_S = 6.0
+
+WORKER_ARGS = (
+    "--served-model-name", MODEL, "--dtype", "float32", "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16",
+    "--kv-cache-memory-bytes", "1G",
+)  # fmt: skip
+SETTINGS = {"VLLM_PD_CPU_GIB": "0.125", "VLLM_PD_LEASE_S": str(LEASE_S)}
+
+
+@pytest.fixture(scope="session")
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    made = LocalCluster(
+        model=tiny_model,
+        prefill=1,
+        decode=1,
+        plain=1,
+        block_size=BLOCK,
+        kv_blocks=192,
+        worker_args=WORKER_ARGS,
+        env=SETTINGS,
+        log_dir=tmp_path_factory.mktemp("cluster"),
+    )
+    with made:
+        yield made
+    assert not made.left, f"the cluster left behind: {made.left}"
+
+
+@pytest.fixture(scope="session")
+def through_router(cluster: LocalCluster) -> Endpoint:
+    return Endpoint(cluster.router_url, MODEL)
+
+
+@pytest.fixture(scope="session")
+def plain(cluster: LocalCluster) -> Endpoint:
+    return Endpoint(cluster.of_role(None)[0].url, MODEL)
