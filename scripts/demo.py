@@ -27,6 +27,7 @@ from vllm_pd.graph.metrics_text import Metrics
 
 MODEL_NAME = "smollm2"
 MAX_TOKENS = 80
+BRIEF = "Answer in one short sentence."
 # A GPU compiles kernels at its first start.
 START_DEADLINE_S = 900.0
 SETTLE_S = 5.0
@@ -83,7 +84,7 @@ class Demo:
         """Stream one answer to the terminal, then show who computed what."""
         before = self._work()
         print(f"\n{title}\n  Question: {question}\n  Answer:   ", end="", flush=True)
-        content = f"{context}\n\n{question}" if context else question
+        content = f"{context}\n\nQuestion: {question}" if context else question
         with self._interrupts.anywhere():
             answer = stream_chat(self._cluster.router_url, MODEL_NAME, content, MAX_TOKENS, _print_piece)
         if not answer.text.strip():
@@ -177,8 +178,9 @@ def run(interrupts: Interrupts, *, keep_running: bool) -> None:
         demo = Demo(cluster, interrupts)
         demo.ask("1. A question", "Why is the sky blue? Explain it in two sentences.")
         passage = PASSAGE.read_text(encoding="utf-8").strip()
-        demo.ask("2. A question about a text", "In which year was the lighthouse built?", context=passage)
-        demo.ask("3. Another one about the same text", "Who keeps the lighthouse today?", context=passage)
+        year, keeper = "In which year was the lighthouse built?", "Who keeps the lighthouse today?"
+        demo.ask("2. A question about a text", f"{year} {BRIEF}", context=passage)
+        demo.ask("3. Another one about the same text", f"{keeper} {BRIEF}", context=passage)
         if keep_running:
             keep(cluster, interrupts)
     finally:
