@@ -27,7 +27,8 @@ class Internal:
         module: dotted module that defines it.
         name: attribute of that module (a class, function or object).
         members: attributes, dataclass fields or methods we use; a method with parameters is written
-            `method(a, b)` and must accept at least those, by position, after self or cls.
+            `method(a, b)` and must accept at least those, by position, after self or cls. `__call__(a)` stands
+            for the parameters of a function.
         why: what we do with it.
     """
 
@@ -73,7 +74,13 @@ INTERNALS: tuple[Internal, ...] = (
         ),
         "what the flags are turned into",
     ),
-    Internal("vllm_config_class", "vllm.config.utils", "config", (), "decorates our subclass of KVTransferConfig"),
+    Internal(
+        "vllm_config_class",
+        "vllm.config.utils",
+        "config",
+        ("__call__(cls)",),
+        "decorates our subclass of KVTransferConfig",
+    ),
     Internal(
         "KVConnectorFactory",
         f"{_KV}.factory",
@@ -93,6 +100,7 @@ INTERNALS: tuple[Internal, ...] = (
         f"{_KV}.v1.multi_connector",
         "MultiConnector",
         (
+            "__init__(vllm_config, role, kv_cache_config)",
             "_get_connector_classes_and_configs(vllm_config)",
             "requires_piecewise_for_cudagraph(extra_config)",
             "all_children_support_hma(kv_transfer_config)",
@@ -120,7 +128,13 @@ INTERNALS: tuple[Internal, ...] = (
     Internal(
         "environment_variables", "vllm.envs", "environment_variables", (), "vLLM refuses VLLM_* variables not in it"
     ),
-    Internal("current_platform", "vllm.platforms", "current_platform", (), "CPU or GPU"),
+    Internal(
+        "current_platform",
+        "vllm.platforms",
+        "current_platform",
+        ("is_cpu()", "is_cuda_alike()", "is_xpu()", "device_name", "device_type"),
+        "CPU or GPU",
+    ),
     Internal(
         "CpuPlatform",
         "vllm.platforms.cpu",
@@ -129,15 +143,25 @@ INTERNALS: tuple[Internal, ...] = (
         "asked by the NIXL worker for a core to pin the main thread to; on CPU it must answer none",
     ),
     Internal(
-        "is_nixl_available", "vllm.distributed.nixl_utils", "is_nixl_available", (), "whether P/D can work at all"
+        "is_nixl_available",
+        "vllm.distributed.nixl_utils",
+        "is_nixl_available",
+        ("__call__()",),
+        "whether P/D can work at all",
     ),
     Internal("NixlWrapper", "vllm.distributed.nixl_utils", "NixlWrapper", (), "NIXL's agent class as vLLM imports it"),
-    Internal("get_ip", "vllm.utils.network_utils", "get_ip", (), "address to advertise when serving on all interfaces"),
+    Internal(
+        "get_ip",
+        "vllm.utils.network_utils",
+        "get_ip",
+        ("__call__()",),
+        "address to advertise when serving on all interfaces",
+    ),
     Internal(
         "async_llm",
         "vllm.v1.engine",
         "async_llm",
-        ("load_stat_logger_plugin_factories",),
+        ("load_stat_logger_plugin_factories()",),
         "our stat logger, host of the agent, is added to what this returns, only when `pd` is on",
     ),
     Internal(
