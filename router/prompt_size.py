@@ -84,7 +84,7 @@ def _text_tokens(raw: bytes, fields: RequestFields, block_size: int, tokenizer: 
         text = _text.decode(raw)
     except msgspec.DecodeError:
         return None
-    size = len(text.encode("utf-8", "surrogatepass"))
+    size = len(text.encode())
     if tokenizer is not None and size <= MAX_BYTES_PER_TOKEN * block_size:
         return tokenizer.count(text, add_special_tokens=fields.add_special_tokens is not False)
     return size + _ADDED_TOKENS if size + _ADDED_TOKENS < block_size else None

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from vllm_pd.router.directory import Directory
+from vllm_pd.router.worker import LONGEST_PAUSE_S, Source, Worker
+from vllm_pd.state import Epoch, PoolSpec, Role, WorkerId, WorkerLoad, WorkerRecord, WorkerState
+
+SPEC = PoolSpec("m", "", "bf16", "auto", "nhd", 32, "sha256_cbor", "0.32.0")
+OTHER = replace(SPEC, model="other")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def state(
+    name: str, role: Role = Role.BOTH, *, epoch: int = 1, lease_ms: int = 10_000, spec: PoolSpec = SPEC, **load: int
+) -> WorkerState:
+    entry = WorkerRecord(WorkerId(name), Epoch(epoch), spec, f"http://{name}", role, (spec.model,), nixl_host="h")
+    return WorkerState(entry, lease_ms, {0: WorkerLoad(load["running"], 0, 0.0, load["at"])} if load else {})
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def directory(clock: Clock) -> Directory:
+    return Directory(clock, store_configured=True)
+
+
+def names(directory: Directory) -> list[str]:
+    return [worker.id for worker in directory.workers]
+
+
+def only(directory: Directory) -> Worker:
+    (worker,) = directory.workers
+    return worker
+
+
+def test_worker_missing_from_a_snapshot_is_gone_at_once(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a"), state("b")])
+    directory.replace(Source.STORE, [state("b")])
+    assert names(directory) == ["b"]
+
+
+def test_store_that_restarted_empty_does_not_empty_the_directory(directory: Directory, clock: Clock) -> None:
+    directory.replace(Source.STORE, [state("a", lease_ms=8000), state("b", lease_ms=8000)])
+    directory.replace(Source.STORE, [])
+    clock.now += 3
+    directory.replace(Source.STORE, [state("b")])
+    assert names(directory) == ["a", "b"]
+    clock.now += 5
+    directory.replace(Source.STORE, [state("b")])
+    assert names(directory) == ["b"]
+
+
+def test_after_an_outage_a_missing_worker_has_its_lease_to_come_back(directory: Directory, clock: Clock) -> None:
+    directory.replace(Source.STORE, [state("a", lease_ms=8000), state("b")])
+    clock.now += 300
+    directory.replace(Source.STORE, [state("b")], after_outage=True)
+    clock.now += 7
+    directory.replace(Source.STORE, [state("b")])
+    assert names(directory) == ["a", "b"]
+    clock.now += 2
+    directory.replace(Source.STORE, [state("b")])
+    assert names(directory) == ["b"]
+
+
+def test_one_source_does_not_remove_workers_of_the_other(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a"), state("c")])
+    directory.replace(Source.STATIC, [state("b")])
+    directory.replace(Source.STORE, [state("c")])
+    assert names(directory) == ["b", "c"]
+
+
+def test_worker_known_from_both_sources_is_described_by_the_store(directory: Directory) -> None:
+    directory.replace(Source.STATIC, [state("a", Role.DECODE)])
+    directory.replace(Source.STORE, [state("a", Role.PREFILL)])
+    directory.replace(Source.STATIC, [state("a", Role.DECODE)])
+    assert only(directory).role is Role.PREFILL
+
+
+def test_role_change_of_a_running_worker_is_taken_over(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a", Role.PREFILL)])
+    directory.replace(Source.STORE, [state("a", Role.DECODE)])
+    assert only(directory).role is Role.DECODE
+
+
+def test_requests_in_flight_are_counted_and_released_whatever_happens(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a")])
+    worker = only(directory)
+    with pytest.raises(KeyError), directory.using(worker):
+        assert worker.inflight == 1
+        raise KeyError
+    assert worker.inflight == 0
+
+
+def test_only_a_new_report_moves_the_base_of_the_own_count(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a", running=0, at=1)])
+    worker = only(directory)
+    with directory.using(worker):
+        directory.replace(Source.STORE, [state("a", running=0, at=1)])
+        assert worker.inflight_at_report == 0
+        directory.replace(Source.STORE, [state("a", running=1, at=2)])
+        assert worker.inflight_at_report == 1
+
+
+def test_refusing_worker_is_left_out_longer_each_time_and_back_after_success(
+    directory: Directory, clock: Clock
+) -> None:
+    directory.replace(Source.STORE, [state("a"), state("b")])
+    worker = directory.workers[0]
+    pauses = []
+    for _ in range(8):
+        directory.note_failure(worker, "refused")
+        assert directory.serving("m") == [directory.workers[1]]
+        pauses.append(worker.resume_at - clock.now)
+        clock.now = worker.resume_at
+        assert len(directory.serving("m") or []) == 2
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == LONGEST_PAUSE_S
+    worker.note_success()
+    directory.note_failure(worker, "refused")
+    assert worker.resume_at - clock.now == pauses[0]
+
+
+def test_restarted_worker_is_used_at_once(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a", epoch=1), state("b")])
+    directory.note_failure(directory.workers[0], "refused")
+    directory.replace(Source.STORE, [state("a", epoch=2), state("b")])
+    assert len(directory.serving("m") or []) == 2
+
+
+def test_refusing_decode_worker_is_still_tried_when_it_is_the_only_one(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("d", Role.DECODE), state("p", Role.PREFILL)])
+    directory.note_failure(directory.workers[0], "refused")
+    assert {w.id for w in directory.serving("m") or []} == {"d", "p"}
+    assert "refuses connections (d)" in directory.missing()
+
+
+def test_with_one_pool_any_model_goes_to_it(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a")])
+    assert [w.id for w in directory.serving("an-adapter-loaded-later") or []] == ["a"]
+    assert [w.id for w in directory.serving(None) or []] == ["a"]
+
+
+def test_with_several_pools_only_workers_of_the_model_get_it(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a"), state("b", spec=OTHER)])
+    assert [w.id for w in directory.serving("other") or []] == ["b"]
+    assert directory.serving("unknown") is None
+    assert directory.serving(None) is None
+    assert directory.models == ["m", "other"]
+
+
+def test_what_is_missing_is_named(directory: Directory) -> None:
+    assert "store does not answer" in directory.missing()
+    directory.store_up()
+    assert "No worker is alive" in directory.missing()
+    directory.replace(Source.STORE, [state("p", Role.PREFILL)])
+    assert "No worker that decodes" in directory.missing()
+    directory.replace(Source.STORE, [state("p", Role.PREFILL), state("d", Role.DECODE)])
+    assert directory.missing() == ""
+
+
+def test_lease_runs_down_between_refreshes(directory: Directory, clock: Clock) -> None:
+    directory.replace(Source.STORE, [state("a", lease_ms=5000)])
+    clock.now += 2
+    assert only(directory).lease_left_ms(clock.now) == 3000
+    clock.now += 9
+    assert only(directory).lease_left_ms(clock.now) == 0
