@@ -1,0 +1,147 @@
+"""The stat logger with vLLM's own classes, a real store and a real HTTP socket; only the engine is absent."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.agent.test_agent import eventually, workers
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+from vllm_pd import vllm_compat as compat  # noqa: E402
+from vllm_pd.agent import runtime, stat_logger  # noqa: E402
+from vllm_pd.agent.runtime import RuntimeConfig  # noqa: E402
+from vllm_pd.graph.embedded_store import EmbeddedStore  # noqa: E402
+from vllm_pd.state import Role  # noqa: E402
+
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        """Be silent."""
+
+
+@pytest.fixture(autouse=True)
+def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what configuring an agent leaves in a process."""
+    monkeypatch.setattr(runtime, "_config", None)
+    monkeypatch.setattr(compat.AsyncLLM, "shutdown", compat.AsyncLLM.shutdown)
+    monkeypatch.setattr(stat_logger.atexit, "register", lambda function: function)
+
+
+@pytest.fixture
+def store() -> Iterator[EmbeddedStore]:
+    with EmbeddedStore() as store:
+        yield store
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A server that answers /health."""
+    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def engine_config(model: str, rank: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=model,
+            revision=None,
+            tokenizer=model,
+            tokenizer_revision=None,
+            tokenizer_mode="auto",
+            skip_tokenizer_init=False,
+            dtype="torch.bfloat16",
+            max_model_len=2048,
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", block_size=32, prefix_caching_hash_algo="sha256_cbor", num_gpu_blocks=256
+        ),
+        device_config=SimpleNamespace(device_type="cpu"),
+        parallel_config=SimpleNamespace(_api_process_rank=rank),
+        kv_transfer_config=SimpleNamespace(engine_id="engine-1"),
+    )
+
+
+def config(store: EmbeddedStore, port: int, **changes: Any) -> RuntimeConfig:
+    settings: dict[str, Any] = {
+        "store": store.url,
+        "namespace": "test",
+        "role": Role.DECODE,
+        "host": "127.0.0.1",
+        "port": port,
+        "nixl_host": "127.0.0.1",
+        "nixl_port": 5600,
+        "models": ("tiny",),
+        "loras": ("adapter",),
+    }
+    return RuntimeConfig(**(settings | changes))
+
+
+def test_the_worker_appears_with_the_engine_and_goes_before_the_engine_client(
+    store: EmbeddedStore, port: int, tiny_model: Any
+) -> None:
+    runtime.configure(config(store, port, chat_template="{{ literal }}"))
+    logger = stat_logger.PDStatLogger(engine_config(str(tiny_model)), [0, 1])
+    assert workers(store) == ()
+    logger.log_engine_initialized()
+    logger.log_engine_initialized()
+    eventually(lambda: bool(workers(store)))
+    record = workers(store)[0].record
+    assert (record.id, record.url) == (f"127.0.0.1:{port}", f"http://127.0.0.1:{port}")
+    assert (record.role, record.models) == (Role.DECODE, ("tiny", "adapter"))
+    assert (record.engine_id, record.nixl_host, record.nixl_port) == ("engine-1", "127.0.0.1", 5600)
+    assert (record.dp_size, record.kv_blocks, record.max_model_len) == (2, 256, 2048)
+    assert record.pool.model == str(tiny_model)
+    assert record.versions["vllm"] == compat.vllm_version()
+
+    stats = compat.SchedulerStats(
+        num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.5
+    )
+    logger.record(stats, None, engine_idx=1)
+    logger.record(None, None, engine_idx=0)
+    eventually(lambda: any((w.running, w.waiting, w.kv_usage) == (3, 3, 0.5) for w in workers(store)))
+    assert set(workers(store)[0].loads) == {1}
+
+    engine_client = object.__new__(compat.AsyncLLM)
+    engine_client.shutdown(timeout=1.0)
+    assert workers(store) == ()
+    engine_client.shutdown()
+
+
+def test_the_template_of_the_flag_is_published(store: EmbeddedStore, port: int, tiny_model: Any) -> None:
+    engine = engine_config(str(tiny_model))
+    spec = stat_logger.agent_spec(config(store, port, chat_template="{{ literal }}"), engine, 1)
+    files = spec.load_tokenizer()
+    assert files is not None
+    assert files.chat_template == "{{ literal }}"
+    engine.model_config.skip_tokenizer_init = True
+    assert stat_logger.agent_spec(config(store, port), engine, 1).load_tokenizer() is None
+
+
+@pytest.mark.parametrize(("rank", "registrar", "writer"), [(-1, True, 0), (0, True, 0), (3, False, 3)])
+def test_one_of_several_api_servers_registers(
+    store: EmbeddedStore, port: int, rank: int, registrar: bool, writer: int
+) -> None:
+    spec = stat_logger.agent_spec(config(store, port), engine_config("m", rank), 1)
+    assert (spec.is_registrar, spec.writer) == (registrar, writer)
+
+
+def test_without_a_store_no_thread_is_started() -> None:
+    before = threading.active_count()
+    logger = stat_logger.PDStatLogger(engine_config("m"), [0])
+    logger.log_engine_initialized()
+    logger.record(compat.SchedulerStats(), None)
+    assert threading.active_count() == before
