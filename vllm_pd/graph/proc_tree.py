@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
-SHM = "/dev/shm/"
+SHM = Path("/dev/shm")
 _DEAD_STATES = frozenset("ZX")
 
 
@@ -96,15 +96,30 @@ def send(processes: Iterable[ProcessId], number: signal.Signals) -> None:
 
 
 def shared_memory(processes: Iterable[ProcessId]) -> frozenset[str]:
-    """Paths in /dev/shm that the processes have mapped or open and that still have a name."""
-    found: set[str] = set()
+    """Paths in /dev/shm that the processes have mapped or open.
+
+    Files are matched by inode: a semaphore is made under a passing name, and that is the one a mapping shows.
+    """
+    inodes: set[int] = set()
     for process in processes:
         folder = PROC / str(process.pid)
         with contextlib.suppress(OSError):
             for line in (folder / "maps").read_text().splitlines():
-                found.add(line.split(maxsplit=5)[-1])
+                # address, permissions, offset, device, inode, path
+                fields = line.split(maxsplit=5)
+                if fields[-1].startswith(f"{SHM}/"):
+                    inodes.add(int(fields[4]))
         with contextlib.suppress(OSError):
             for entry in (folder / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    found.add(str(entry.readlink()))
-    return frozenset(path for path in found if path.startswith(SHM) and not path.endswith(" (deleted)"))
+                    if str(entry.readlink()).startswith(f"{SHM}/"):
+                        inodes.add(entry.stat().st_ino)
+    return frozenset(str(path) for path, inode in _shared_memory_files() if inode in inodes)
+
+
+def _shared_memory_files() -> list[tuple[Path, int]]:
+    found = []
+    for path in SHM.iterdir():
+        with contextlib.suppress(OSError):
+            found.append((path, path.lstat().st_ino))
+    return found

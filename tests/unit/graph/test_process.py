@@ -164,6 +164,17 @@ def test_shared_memory_that_a_killed_process_leaves_is_known(tmp_path: Path) -> 
         assert not process.left_shared_memory()
 
 
+def test_a_semaphore_is_known_although_it_was_made_under_another_name(tmp_path: Path) -> None:
+    code = "import multiprocessing as m, time; x = m.get_context('spawn').Lock(); print('made'); time.sleep(600)"
+    with python(tmp_path, code) as process:
+        process.wait_ready(prints(process, "made"), deadline_s=WAIT_S)
+        (path,) = process.left_shared_memory()
+        assert path.startswith("/dev/shm/sem.")
+        process.stop(grace_s=0)
+        for left in process.left_shared_memory():
+            Path(left).unlink()
+
+
 def test_a_signal_for_a_reused_pid_hits_nobody() -> None:
     mine = identify(os.getpid())
     assert mine is not None

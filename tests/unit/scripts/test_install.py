@@ -1,0 +1,92 @@
+"""The parts of the installer that decide; installing itself is what `make install` does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import install
+from scripts.install import Environment, InstallError, Runner
+
+
+def test_a_cpu_machine_leaves_out_what_breaks_beside_a_cpu_torch() -> None:
+    metadata = "\n".join(
+        [
+            'torch==2.13.0+cpu; platform_machine == "x86_64"',
+            "torchvision; platform_machine != 'riscv64'",
+            "torchaudio",
+            "torchcodec>=0.14",
+            "transformers<5.20.0,>=5.16.1",
+            "fastapi[standard]<0.137.0",
+            'scipy; extra == "bench"',
+            "",
+        ]
+    )
+    assert install.cpu_requirements(metadata) == [
+        'torch==2.13.0+cpu; platform_machine == "x86_64"',
+        "transformers<5.20.0,>=5.16.1",
+        "fastapi[standard]<0.137.0",
+    ]
+
+
+def test_the_gpu_build_decides_which_vllm_is_installed() -> None:
+    assert install.install_cuda_vllm in install.plan("cuda")
+    assert install.install_cpu_vllm not in install.plan("cuda")
+    assert install.install_cpu_vllm in install.plan("cpu")
+    for build in ("cuda", "cpu"):
+        assert install.plan(build)[0] is install.create_environment
+        assert install.plan(build)[-1] is install.verify
+
+
+def test_the_metadata_wheel_gives_a_name_and_version_and_no_module(tmp_path: Path) -> None:
+    wheel = install.write_metadata_wheel(tmp_path, "vllm", "0.32.0+cpu")
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True, timeout=120)
+    code = "from importlib.metadata import distribution as d; x = d('vllm'); print(x.version, len(x.files))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(target)!r}); {code}"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split()[0] == "0.32.0+cpu"
+    assert [path.name for path in target.iterdir()] == ["vllm-0.32.0+cpu.dist-info"]
+
+
+def test_a_failed_step_is_tried_again_and_then_shows_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "PAUSE_S", 0.0)
+    runner = Runner(tmp_path / "install.log")
+    count = tmp_path / "count"
+    code = f"open({str(count)!r}, 'a').write('x'); print('connection reset'); raise SystemExit(3)"
+    with pytest.raises(InstallError, match=r"The step 'download' failed with status 3") as caught:
+        runner.run("download", [sys.executable, "-c", code], attempts=3)
+    assert count.read_text() == "xxx"
+    assert caught.value.tail == ["connection reset"]
+    assert (tmp_path / "install.log").read_text().count("connection reset\n") == 3
+
+
+def test_a_step_that_the_registry_refused_is_not_tried_again(tmp_path: Path) -> None:
+    runner = Runner(tmp_path / "install.log")
+    count = tmp_path / "count"
+    code = f"open({str(count)!r}, 'a').write('x'); raise SystemExit('ERROR: No matching distribution found for x')"
+    with pytest.raises(InstallError):
+        runner.run("download", [sys.executable, "-c", code], attempts=3)
+    assert count.read_text() == "x"
+
+
+def test_a_step_that_works_at_the_second_attempt_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "PAUSE_S", 0.0)
+    seen = tmp_path / "seen"
+    code = f"import pathlib; p = pathlib.Path({str(seen)!r}); ok = p.exists(); p.touch(); raise SystemExit(not ok)"
+    Runner(tmp_path / "install.log").run("download", [sys.executable, "-c", code], attempts=2)
+
+
+def test_an_environment_that_does_not_exist_has_no_versions(tmp_path: Path) -> None:
+    assert Environment(tmp_path / "none").version("vllm") == ""
