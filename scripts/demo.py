@@ -192,7 +192,9 @@ def stop(cluster: LocalCluster, interrupts: Interrupts) -> None:
     expected = max(interrupts.count, 1)
     print()
     status = StatusLine("Ending router, workers and store")
-    left = cluster.stop(hurry=lambda: interrupts.count > expected)
+    cluster.stop(hurry=lambda: interrupts.count > expected)
+    # Looked at again, because what killed workers leave in shared memory is removed by `stop`.
+    left = cluster.leftovers()
     status.done("nothing left behind" if not left else f"left behind: {left}")
     print(f"  The logs are in {cluster.log_dir}")
 

@@ -34,6 +34,7 @@ Progress = Callable[[float, Sequence[str]], None]
 DEFAULT_START_DEADLINE_S = 300.0
 STOP_GRACE_S = 30.0
 _ROUTER_GRACE_S = 10.0
+_START_GRACE_S = 5.0
 _POLL_S = 0.1
 
 
@@ -212,7 +213,8 @@ class LocalCluster:
                     {self._launch_router(self._router_spec): f"{self.router_url}/ready"}, started, deadline_s, progress
                 )
         except BaseException:
-            self.stop(hurry=hurry)
+            # A worker that is still loading has nothing to hand over, and may ignore SIGTERM for as long.
+            self.stop(grace_s=_START_GRACE_S, hurry=hurry)
             raise
         self._removes_logs = self._has_own_logs
         return self
