@@ -87,7 +87,8 @@ class Agent:
             except RuntimeError:
                 # The loop has just closed: the thread is ending by itself.
                 logger.debug("the agent had already ended")
-        if self._thread.is_alive():
+        # A garbage collection in our own thread may finalise the engine client, which ends here.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -125,7 +126,8 @@ class Agent:
             if self._spec.is_registrar and time.monotonic() >= self._next_beat:
                 await self._beat(registry)
             await self._publish_load(registry)
-        except StoreError as e:
+        except Exception as e:
+            # Not only StoreError: an unforeseen error must cost one try, not this worker's registration.
             return self._on_lost(e)
         if self._lost:
             self._lost = False
@@ -190,10 +192,14 @@ class Agent:
         if self._files is not None:
             self._record = dataclasses.replace(self._record, tokenizer=self._files.sha)
 
-    def _on_lost(self, error: StoreError) -> float:
+    def _on_lost(self, error: Exception) -> float:
         if not self._lost:
             self._lost = True
-            logger.warning("vllm-pd: the store is lost, trying again until it is back: %s", error)
+            logger.warning(
+                "vllm-pd: the store is lost, trying again until it is back: %s",
+                error,
+                exc_info=not isinstance(error, StoreError),
+            )
         # Whatever the store knew of this worker may have ended by the time it is back.
         self._next_beat = 0.0
         first, cap = _BACKOFF_S

@@ -15,7 +15,7 @@ from tests.conformance.registry import FILES, POOL, newer, worker
 from vllm_pd.agent.agent import Agent
 from vllm_pd.agent.spec import AgentSpec
 from vllm_pd.graph.embedded_store import EmbeddedStore
-from vllm_pd.state import TokenizerFiles, WorkerState
+from vllm_pd.state import TokenizerFiles, WorkerState, open_registry
 from vllm_pd.state.redis_registry import RedisRegistry
 
 DEADLINE_S = 30.0
@@ -267,3 +267,31 @@ def test_an_older_start_stays_out_says_so_once_and_takes_over_when_the_newer_end
     assert RECORD.url in caplog.text
     new.stop()
     eventually(lambda: [w.record.epoch for w in workers(store)] == [RECORD.epoch])
+
+
+def test_an_unforeseen_error_costs_one_try(
+    store: EmbeddedStore, make: Callable[..., Agent], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, failures = RedisRegistry.heartbeat, iter([RuntimeError("boom")] * 2)
+
+    async def heartbeat(self: RedisRegistry, *args: Any) -> Any:
+        if error := next(failures, None):
+            raise error
+        return await original(self, *args)
+
+    monkeypatch.setattr(RedisRegistry, "heartbeat", heartbeat)
+    make().start()
+    eventually(lambda: registered(store))
+    assert caplog.text.count("the store is lost") == 1
+    assert "boom" in caplog.text
+
+
+def test_a_settings_mistake_ends_the_agent_with_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    async def serves() -> bool:
+        return True
+
+    agent = Agent(AgentSpec(store="x://", record=RECORD), lambda: open_registry("x://", "test"), serves)
+    agent.start()
+    eventually(lambda: "is not registered" in caplog.text)
+    assert agent.stop()
+    assert "must begin with one of redis://" in caplog.text
