@@ -25,6 +25,9 @@ _START_DEADLINE_S = 15.0
 _STOP_DEADLINE_S = 5.0
 _PORT_ATTEMPTS = 5
 _LAST_WORDS = 400
+# Waits on a pipe that this process holds open. However this process ends, kill -9 included, the pipe closes, and the
+# server and its folder go. As long as this process lives it has not reaped the server, so the pid is no other's.
+_GUARD = 'read -r _; kill -TERM "$1" && kill -CONT "$1"; rm -rf -- "$2"'
 
 
 def find_binary() -> Path:
@@ -58,6 +61,8 @@ def free_port() -> int:
 class EmbeddedStore:
     """Starts and ends one server. A stopped or killed one starts again, empty, on the same port.
 
+    The server never outlives the process that started it.
+
     Args:
         port: 0 picks a free one at the first start.
         binary: executable; None looks for one (`find_binary`).
@@ -78,6 +83,7 @@ class EmbeddedStore:
         self._password = password
         self._options = dict(options or {})
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -100,6 +106,7 @@ class EmbeddedStore:
         if self._process is not None and self._process.poll() is None:
             return self
         self._process = None
+        self._clean_up()
         binary = self._binary or find_binary()
         fixed = bool(self.port)
         # A free port may be taken by somebody else before the server binds it.
@@ -127,7 +134,7 @@ class EmbeddedStore:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(_STOP_DEADLINE_S)
-        self._remove_folder()
+        self._clean_up()
 
     def kill(self) -> None:
         """End the server at once, as a crash would; for tests. Idempotent."""
@@ -135,7 +142,7 @@ class EmbeddedStore:
         if process is not None:
             process.kill()
             process.wait(_STOP_DEADLINE_S)
-        self._remove_folder()
+        self._clean_up()
 
     def pause(self) -> None:
         """Make the server silent while its port still accepts connections (SIGSTOP); for tests."""
@@ -159,7 +166,6 @@ class EmbeddedStore:
         return self._process
 
     def _launch(self, binary: Path, port: int) -> None:
-        self._remove_folder()
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-pd-store-")
         folder = Path(self._folder.name)
         lines = {"bind": HOST, "port": str(port), "dir": str(folder), "save": '""', "appendonly": "no"}
@@ -179,6 +185,13 @@ class EmbeddedStore:
                 start_new_session=True,
             )
         self._process = process
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "vllm-pd-store-guard", str(process.pid), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         deadline = time.monotonic() + _START_DEADLINE_S
         while time.monotonic() < deadline:
             if process.poll() is not None:
@@ -190,7 +203,14 @@ class EmbeddedStore:
         self.kill()
         raise StoreError(f"The embedded store {binary} did not start on {HOST}:{port}; its last words were: {words}")
 
-    def _remove_folder(self) -> None:
+    def _clean_up(self) -> None:
+        """After the server ended: end its guard, then remove its folder."""
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.kill()
+            guard.wait(_STOP_DEADLINE_S)
+            if guard.stdin is not None:
+                guard.stdin.close()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

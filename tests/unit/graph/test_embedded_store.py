@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +46,28 @@ def test_a_paused_store_can_be_stopped_and_leaves_no_folder() -> None:
     store.stop()
     store.stop()
     assert not folder.exists()
+
+
+def test_a_store_ends_with_the_process_that_started_it_even_if_that_is_killed() -> None:
+    code = (
+        "import redis, time; from vllm_pd.graph.embedded_store import EmbeddedStore; s = EmbeddedStore().start();"
+        "print(s.port, redis.Redis(port=s.port).config_get('dir')['dir'], flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    port, folder = parent.stdout.readline().split()
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", int(port)), timeout=1).close()
+        except OSError:
+            if not Path(folder).exists():
+                break
+        assert time.monotonic() < deadline, "the store or its folder is still there"
+        time.sleep(0.05)
 
 
 def test_a_store_that_cannot_start_says_why() -> None:
