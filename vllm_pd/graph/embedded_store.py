@@ -194,7 +194,9 @@ class EmbeddedStore:
             time.sleep(0.01)
         words = " ".join(log.read_text(errors="replace").split())[-_LAST_WORDS:]
         self.kill()
-        raise StoreError(f"The embedded store {binary} did not start on {LOOPBACK}:{port}; its last words were: {words}")
+        raise StoreError(
+            f"The embedded store {binary} did not start on {LOOPBACK}:{port}; its last words were: {words}"
+        )
 
     def _clean_up(self) -> None:
         """After the server ended: end its guard, then remove its folder."""
