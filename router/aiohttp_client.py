@@ -21,6 +21,7 @@ from vllm_pd.router.transport import (
 KEEPALIVE_S = 4.0
 MAX_HEADER_BYTES = 64 * 1024
 READ_BUFFER_BYTES = 256 * 1024
+MAX_CACHED_URLS = 1024
 # Only what the client or the router named goes to the worker.
 _NO_AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
@@ -55,9 +56,13 @@ class AiohttpResponse:
         return self._headers
 
     async def next_chunk(self, idle: float) -> bytes:
+        content = self._response.content
         try:
+            # Mostly something is there already, and a timer for it would cost more than reading it.
+            if chunk := content.read_nowait():
+                return chunk
             async with asyncio.timeout(idle):
-                return await self._response.content.readany()
+                return await content.readany()
         except aiohttp.ClientError as e:
             raise StreamLost(f"the connection broke off ({_cause(e)})") from None
         except TimeoutError:
@@ -93,6 +98,7 @@ class AiohttpUpstream:
             ssl=tls if tls is not None else True,
         )
         self._connect_timeout = connect_timeout
+        self._urls: dict[str, URL] = {}
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout),
@@ -111,7 +117,7 @@ class AiohttpUpstream:
             async with asyncio.timeout(first_byte):
                 response = await self._session.request(
                     method,
-                    URL(base + target, encoded=True),
+                    self._url(base + target),
                     headers=CIMultiDict(headers),
                     data=body,
                     allow_redirects=False,
@@ -125,6 +131,15 @@ class AiohttpUpstream:
         except TimeoutError:
             raise FirstByteTimeout(f"no answer within {first_byte:g} s") from None
         return AiohttpResponse(response)
+
+    def _url(self, text: str) -> URL:
+        url = self._urls.get(text)
+        if url is None:
+            # Queries make their number unbounded; starting over is rare and cheap.
+            if len(self._urls) >= MAX_CACHED_URLS:
+                self._urls.clear()
+            url = self._urls[text] = URL(text, encoded=True)
+        return url
 
     async def close(self) -> None:
         await self._session.close()

@@ -51,6 +51,9 @@ class AiohttpRequest:
         chunks: list[bytes] = []
         size = 0
         try:
+            if declared is not None and raw.content.is_eof():
+                # It came together with the head: nothing to wait for, so no timer. `declared` is within the limit.
+                return raw.content.read_nowait()
             async with asyncio.timeout(idle) as patience:
                 while chunk := await raw.content.readany():
                     chunks.append(chunk)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from vllm_pd.router.transport import Headers
 
 _HOP_BY_HOP = frozenset(
@@ -25,13 +23,21 @@ _OWN_OF_REQUEST = _HOP_BY_HOP | {"host", "content-length", "expect"}
 REQUEST_ID = "X-Request-Id"
 
 
-def _named_by_connection(headers: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Further headers that a `Connection` header declares to be hop-by-hop."""
-    names: set[str] = set()
-    for key, value in headers:
-        if key.lower() == "connection":
-            names.update(token.strip().lower() for token in value.split(","))
-    return frozenset(names - {"close", "keep-alive", ""})
+_USUAL_CONNECTION = frozenset({"close", "keep-alive", ""})
+
+
+def _without(headers: Headers, drop: frozenset[str]) -> Headers:
+    """`headers` without those in `drop` and those that a `Connection` header declares to be hop-by-hop."""
+    out: Headers = []
+    named: set[str] = set()
+    for pair in headers:
+        name = pair[0].lower()
+        if name == "connection":
+            named.update(token.strip().lower() for token in pair[1].split(","))
+        elif name not in drop:
+            out.append(pair)
+    named -= _USUAL_CONNECTION
+    return [pair for pair in out if pair[0].lower() not in named] if named else out
 
 
 def to_worker(headers: Headers, *, worker_key: str, request_id: str | None) -> Headers:
@@ -39,20 +45,16 @@ def to_worker(headers: Headers, *, worker_key: str, request_id: str | None) -> H
 
     `Authorization` is replaced only when `worker_key` is set; `X-Request-Id` only when `request_id` is given.
     """
-    drop = _OWN_OF_REQUEST | _named_by_connection(headers)
+    out = _without(headers, _OWN_OF_REQUEST)
     if worker_key:
-        drop |= {"authorization"}
-    if request_id is not None:
-        drop |= {REQUEST_ID.lower()}
-    out = [pair for pair in headers if pair[0].lower() not in drop]
-    if worker_key:
+        out = [pair for pair in out if pair[0].lower() != "authorization"]
         out.append(("Authorization", f"Bearer {worker_key}"))
     if request_id is not None:
+        out = [pair for pair in out if pair[0].lower() != "x-request-id"]
         out.append((REQUEST_ID, request_id))
     return out
 
 
 def to_client(headers: Headers) -> Headers:
     """A worker's headers as the client gets them."""
-    drop = _HOP_BY_HOP | _named_by_connection(headers)
-    return [pair for pair in headers if pair[0].lower() not in drop]
+    return _without(headers, _HOP_BY_HOP)

@@ -54,7 +54,7 @@ class RouterMetrics:
     def __init__(self, directory: Directory) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_DirectoryCollector(directory))
-        self.requests = Counter(
+        self._requests = Counter(
             f"{_PREFIX}_requests_total",
             f"Finished requests; status {CLIENT_GONE} is a client that left early.",
             ["endpoint", "status"],
@@ -83,7 +83,7 @@ class RouterMetrics:
             ["reason"],
             registry=self.registry,
         )
-        self.request_seconds = Histogram(
+        self._request_seconds = Histogram(
             f"{_PREFIX}_request_seconds",
             "From the request's head to the end of its answer.",
             ["endpoint"],
@@ -111,13 +111,18 @@ class RouterMetrics:
         )
         # Every reason is there from the start, so that a rate over it is never undefined.
         self.bypass = {reason: self._bypass.labels(reason) for reason in Reason if reason is not Reason.SPLIT}
+        self._finished: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.ttft_split = self._ttft.labels("split")
         self.ttft_whole = self._ttft.labels("whole")
 
     def finished(self, endpoint: str, status: int, started: float) -> None:
         """Count a finished request. `started` is `time.monotonic()` at its head; status 0 means nothing was sent."""
-        self.requests.labels(endpoint, str(status or CLIENT_GONE)).inc()
-        self.request_seconds.labels(endpoint).observe(time.monotonic() - started)
+        found = self._finished.get((endpoint, status))
+        if found is None:
+            counter = self._requests.labels(endpoint, str(status or CLIENT_GONE))
+            found = self._finished[endpoint, status] = (counter, self._request_seconds.labels(endpoint))
+        found[0].inc()
+        found[1].observe(time.monotonic() - started)
 
     def page(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-import uuid
 from dataclasses import dataclass, field
 
 import msgspec
@@ -92,6 +92,11 @@ class _Call:
     """Lost the connection once."""
 
 
+def _new_id() -> str:
+    """128 random bits as hex. Names need to differ, not to be secret: no system call."""
+    return f"{random.getrandbits(128):032x}"
+
+
 class Proxy:
     """Serves the inference endpoints."""
 
@@ -131,7 +136,7 @@ class Proxy:
             return
         own_id = header(request.headers, REQUEST_ID.lower())
         named_id = own_id or (fields.request_id if fields is not None else None)
-        base_id = named_id or uuid.uuid4().hex
+        base_id = named_id or _new_id()
         call = _Call(request, reply, body, workers, None if named_id else base_id, base_id, started, ready)
         reason = await self._decide(endpoint, fields, workers)
         if reason is Reason.SPLIT:

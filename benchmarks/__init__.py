@@ -1,0 +1,1 @@
+"""Measurements with one command each: `python -m benchmarks.NAME [--json] [--quick]`."""

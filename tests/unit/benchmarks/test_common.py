@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from benchmarks.common import Report, Target, cpu_seconds, percentile, table
+
+
+@pytest.mark.parametrize(("percent", "value"), [(0, 1), (1, 1), (50, 50), (99, 99), (99.5, 100), (100, 100)])
+def test_percentiles_are_values_that_occurred(percent: float, value: int) -> None:
+    assert percentile(list(range(100, 0, -1)), percent) == value
+
+
+def test_target_without_a_value_is_not_reached() -> None:
+    assert Target.at_most("x", 2.0, 2.0).ok
+    assert not Target.at_most("x", 2.1, 2.0).ok
+    assert not Target.at_most("x", None, 2.0).ok
+
+
+def test_json_report_is_one_object_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("b", [{"a": 1}], [Target.at_most("t", 1.0, 2.0)])
+    report.show(as_json=True)
+    value = json.loads(capsys.readouterr().out)
+    assert value["name"] == "b"
+    assert value["results"] == [{"a": 1}]
+    assert value["targets"] == [{"name": "t", "value": 1.0, "target": 2.0, "ok": True}]
+    assert value["machine"]["cores"] >= 1
+
+
+def test_table_shows_missing_values_and_aligns_numbers() -> None:
+    assert table([{"name": "a", "us": 1.0}, {"name": "bb", "us": None}]) == ("name  us\n----  --\na      1\nbb     -")
+    assert table([]) == "(nothing)"
+
+
+def test_cpu_time_of_a_process_grows_with_its_work() -> None:
+    before = cpu_seconds(os.getpid())
+    while cpu_seconds(os.getpid()) - before < 0.02:
+        sum(range(10_000))
+    with pytest.raises(OSError):
+        cpu_seconds(2**22 + 1)
