@@ -23,7 +23,9 @@ from vllm_pd.router.transport import HttpServer, Upstream
 from vllm_pd.state.base import Registry
 from vllm_pd.state.open_registry import open_registry
 
+STORE_INTERVAL_S = 0.5
 STORE_TIMEOUT_S = 1.0
+PROBE_FACTOR = 4
 CLOSE_DEADLINE_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class RouterService:
     Args:
         registry: instead of the one behind `settings.store`.
         clock: monotonic seconds.
+        refresh_s: seconds between two looks at the store, 0.5 if None; between two at static workers four times that.
 
     Raises:
         SettingsError: the store URL or the CA file is unusable.
@@ -46,8 +49,10 @@ class RouterService:
         *,
         registry: Registry | None = None,
         clock: Callable[[], float] = time.monotonic,
+        refresh_s: float | None = None,
     ) -> None:
         self._settings = settings
+        self._refresh_s = refresh_s or STORE_INTERVAL_S
         if registry is None and settings.store:
             registry = open_registry(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
         self._registry = registry
@@ -92,9 +97,16 @@ class RouterService:
             raise
         self._server = server
         if self._registry is not None:
-            self._watchers.append(asyncio.create_task(StoreWatch(self._registry, self.directory).run()))
+            watch = StoreWatch(self._registry, self.directory, interval=self._refresh_s)
+            self._watchers.append(asyncio.create_task(watch.run()))
         if settings.workers:
-            probe = StaticProbe(settings.workers, upstream, self.directory, worker_key=settings.worker_api_key)
+            probe = StaticProbe(
+                settings.workers,
+                upstream,
+                self.directory,
+                worker_key=settings.worker_api_key,
+                interval=self._refresh_s * PROBE_FACTOR,
+            )
             self._watchers.append(asyncio.create_task(probe.run()))
         for watcher in self._watchers:
             watcher.add_done_callback(_report_crash)

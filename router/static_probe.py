@@ -17,7 +17,6 @@ from vllm_pd.router.transport import Upstream, UpstreamError
 from vllm_pd.router.worker import Source
 from vllm_pd.state.base import Epoch, PoolSpec, Role, WorkerId, WorkerRecord, WorkerState
 
-INTERVAL_S = 2.0
 DEADLINE_S = 2.0
 DEFAULT_BLOCK_SIZE = 16
 """vLLM's default, taken when a worker does not publish its own."""
@@ -76,7 +75,7 @@ class StaticProbe:
         directory: Directory,
         *,
         worker_key: str = "",
-        interval: float = INTERVAL_S,
+        interval: float,
     ) -> None:
         self._workers = workers
         self._upstream = upstream

@@ -9,14 +9,13 @@ from vllm_pd.router.directory import Directory
 from vllm_pd.router.worker import Source
 from vllm_pd.state.base import Registry
 
-INTERVAL_S = 0.5
 DEADLINE_S = 2.0
 
 
 class StoreWatch:
     """One background task. A store that is down, slow or restarted empty is met by asking again."""
 
-    def __init__(self, registry: Registry, directory: Directory, *, interval: float = INTERVAL_S) -> None:
+    def __init__(self, registry: Registry, directory: Directory, *, interval: float) -> None:
         self._registry = registry
         self._directory = directory
         self._interval = interval

@@ -128,7 +128,7 @@ async def start_cluster() -> AsyncIterator[StartCluster]:
         store = MemoryStore()
         registry = MemoryRegistry("default", store)
         values = replace(RouterSettings(), port=0, shutdown_grace=1.0, **settings)
-        service = RouterService(values, registry=registry)
+        service = RouterService(values, registry=registry, refresh_s=0.02)
         await service.start()
         client = aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(total=WAIT_S))
         started.append(Cluster(service, registry, client, store))
