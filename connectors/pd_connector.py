@@ -17,6 +17,7 @@ from vllm_pd import settings as s
 from vllm_pd import side_channel, transfer_config
 from vllm_pd.connectors.cpu_cures import calm_nixl
 from vllm_pd.errors import SettingsError
+from vllm_pd.kv_offload.ssd_config import model_identity
 from vllm_pd.vllm_compat import (
     KVConnectorRole,
     KVTransferConfig,
@@ -47,7 +48,7 @@ class PDConnector(MultiConnector):
             )
         register_specs()
         expanded = copy.copy(vllm_config)
-        expanded.kv_transfer_config = expand(vllm_config.kv_transfer_config)
+        expanded.kv_transfer_config = expand(vllm_config.kv_transfer_config, model_identity(vllm_config))
         if role is KVConnectorRole.SCHEDULER and side_channel.PORT_ENV not in os.environ:
             # Started from Python, without `vllm serve`: nobody has chosen a side channel yet.
             rank = vllm_config.parallel_config.data_parallel_index
@@ -66,13 +67,27 @@ class PDConnector(MultiConnector):
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
         return bool(super().requires_piecewise_for_cudagraph({"connectors": _children(extra_config, None)}))
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Asked by vLLM 0.33 and later: sleep mode works when it does for every child."""
+        inherited = getattr(super(), "supports_sleep_mode", None)
+        return inherited is not None and bool(inherited(expand(kv_transfer_config)))
 
-def expand(config: KVTransferConfig) -> KVTransferConfig:
-    """The same configuration in MultiConnector's form: `connectors` lists the children. Idempotent."""
+
+def expand(config: KVTransferConfig, identity: str = "") -> KVTransferConfig:
+    """The same configuration in MultiConnector's form: `connectors` lists the children. Idempotent.
+
+    Args:
+        identity: digest of what changes KV bytes, see `ssd_config.model_identity`; separates folders of the SSD tier.
+    """
     if "connectors" in config.kv_connector_extra_config:
         return config
+    children = _children(config.kv_connector_extra_config, config.kv_role)
+    for child in children:
+        if ssd := child["kv_connector_extra_config"].get("ssd"):
+            ssd["identity"] = identity
     expanded = copy.copy(config)
-    expanded.kv_connector_extra_config = {"connectors": _children(config.kv_connector_extra_config, config.kv_role)}
+    expanded.kv_connector_extra_config = {"connectors": children}
     return expanded
 
 

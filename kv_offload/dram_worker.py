@@ -1,7 +1,8 @@
 """Copies KV blocks between vLLM's KV cache and the DRAM tier on the CPU platform, where both sides are host memory.
 
 vLLM's own worker does this with CUDA streams and refuses the CPU platform. This one keeps its contract with a thread
-per direction, so that a load never queues behind stores, and jobs of one direction run in the order of submission.
+per lane, so that a load never queues behind stores nor one that a step waits for behind those that nobody waits for;
+jobs of one lane run in the order of submission.
 
 When may a store read its blocks? vLLM submits a store at the start of the step after the one that computed the KV
 (`OffloadingConnectorWorker` parks it in `_unsubmitted_store_jobs`), and on the CPU platform a step has finished writing
@@ -69,7 +70,7 @@ class Job:
 
 
 class Lane:
-    """One direction: a queue, a thread that works it off in order, and the jobs not yet reported."""
+    """A queue, a thread that works it off in order, and the jobs not yet reported."""
 
     def __init__(self, name: str, copy: Callable[[CopyPlan], None]) -> None:
         self._copy = copy
@@ -174,27 +175,36 @@ class DramOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         byte_copy.compiled()
         self._stores = Lane("kv_store", copy)
         self._loads = Lane("kv_load", copy)
+        self._expedited = Lane("kv_load_now", copy)
+        self._lanes = (self._stores, self._loads, self._expedited)
         # Also runs when the interpreter exits without shutdown(): memory must not go while a thread copies.
-        self._stop = weakref.finalize(self, _stop_lanes, (self._stores, self._loads))
+        self._stop = weakref.finalize(self, _stop_lanes, self._lanes)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Start copying blocks to chunks. Raises ValueError for a job that does not fit the cache."""
         self._stores.submit(Job(job_id, self._plan(plan_store, src_spec, dst_spec)))
         return True
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Start copying chunks to blocks. Raises ValueError for a job that does not fit the cache."""
-        self._loads.submit(Job(job_id, self._plan(plan_load, dst_spec, src_spec)))
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Start copying chunks to blocks; vLLM 0.33 sets `expedited` when the step waits for it.
+
+        Raises:
+            ValueError: the job does not fit the cache.
+        """
+        lane = self._expedited if expedited else self._loads
+        lane.submit(Job(job_id, self._plan(plan_load, dst_spec, src_spec)))
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs completed since the last call, in order of submission within each direction."""
-        return self._stores.finished() + self._loads.finished()
+        """Jobs completed since the last call, in order of submission within each lane."""
+        return [result for lane in self._lanes for result in lane.finished()]
 
     def wait(self, job_ids: set[int]) -> None:
         """The fence: return when these jobs are complete. Raises PDError after `FENCE_DEADLINE_S`."""
-        self._stores.wait(job_ids)
-        self._loads.wait(job_ids)
+        for lane in self._lanes:
+            lane.wait(job_ids)
 
     def shutdown(self) -> None:
         """Complete what was submitted, end the threads, release the tier's memory. Idempotent."""

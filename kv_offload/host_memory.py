@@ -75,7 +75,7 @@ def remove_stale_regions(shm: Path = SHM, proc: Path = PROC) -> list[Path]:
     """
     now = time.time()
     old = {}
-    for path in shm.glob("vllm_offload_*.mmap"):
+    for path in shm.glob("vllm_offload_*.mmap*"):
         try:
             info = path.stat()
         except OSError:
