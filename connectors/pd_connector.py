@@ -8,7 +8,9 @@ from the prefill worker, any other from the tiers; a finished block is offered t
 from __future__ import annotations
 
 import copy
+import logging
 import os
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_pd import settings as s
 from vllm_pd import side_channel, transfer_config
 from vllm_pd.connectors.cpu_cures import calm_nixl
+from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, HandoffLease, is_handoff
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.ssd_config import model_identity
 from vllm_pd.vllm_compat import (
@@ -27,7 +30,11 @@ from vllm_pd.vllm_compat import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 SPECS = ("PDOffloadingSpec", "PDTieringOffloadingSpec")
 
@@ -55,6 +62,43 @@ class PDConnector(MultiConnector):
             side_channel.ensure((), first_rank=rank)
         with calm_nixl() if _has_nixl(expanded.kv_transfer_config) else nullcontext():
             super().__init__(expanded, role, kv_cache_config)
+        self._lease = HandoffLease(_lease_duration(expanded.kv_transfer_config))
+
+    def on_new_request(self, request: Request) -> None:
+        params = request.kv_transfer_params
+        if self._lease.arrived(request.request_id, params, time.time(), time.monotonic()):
+            self._compute_anew(request, "it came after the end of the prefill worker's lease")
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        params = request.kv_transfer_params
+        if is_handoff(params) and self._lease.is_stale(request.request_id, time.monotonic()):
+            self._compute_anew(request, "this worker stood still for longer than the prefill worker's lease")
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return matched
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        self._lease.stepped(time.monotonic())
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._stamped(request, *super().request_finished(request, blocks))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._stamped(request, *super().request_finished_all_groups(request, block_ids))
+
+    def _compute_anew(self, request: Request, reason: str) -> None:
+        logger.warning("vllm-pd: the prompt of request %s is computed here: %s.", request.request_id, reason)
+        request.kv_transfer_params["do_remote_prefill"] = False
+        self._lease.forget(request.request_id)
+
+    def _stamped(
+        self, request: Request, keep_blocks: bool, params: dict[str, Any] | None
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._lease.forget(request.request_id)
+        return keep_blocks, self._lease.stamp(params, time.time())
 
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: VllmConfig) -> Any:
@@ -108,3 +152,10 @@ def _children(extra: Mapping[str, Any], kv_role: str | None) -> list[dict[str, A
 def _has_nixl(config: KVTransferConfig) -> bool:
     children = config.kv_connector_extra_config["connectors"]
     return any(child["kv_connector"] == transfer_config.NIXL for child in children)
+
+
+def _lease_duration(config: KVTransferConfig) -> float:
+    for child in config.kv_connector_extra_config["connectors"]:
+        if child["kv_connector"] == transfer_config.NIXL:
+            return float(child["kv_connector_extra_config"].get("kv_lease_duration", DEFAULT_LEASE_S))
+    return float(DEFAULT_LEASE_S)
