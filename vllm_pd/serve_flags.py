@@ -38,6 +38,26 @@ def environment_names() -> tuple[str, ...]:
     return (CONNECTOR_ENV, FILE_ENV, *names)
 
 
+class PluginLoader(str):
+    """A text that loads the plugin wherever it is unpickled.
+
+    vLLM's further API server processes are spawned with the parsed arguments and turn them into engine arguments
+    before they load any plugin; our flags would be lost there. They come with one of these.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_plugin, (str(self),)
+
+
+def _load_plugin(value: str) -> PluginLoader:
+    from vllm_pd.plugin import register
+
+    register()
+    return PluginLoader(value)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--kv-connector`, `--role` and the `--pd-*` flags as group `vllm-pd`.
 
@@ -53,6 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-connector",
         dest="kv_connector",
         metavar="NAME",
+        type=PluginLoader,
         default=argparse.SUPPRESS,
         help="KV connector to use: pd, or any other name registered with vLLM (then short for --kv-transfer-config)",
     )
@@ -127,6 +148,8 @@ def read_request(args: argparse.Namespace, environ: Mapping[str, str] | None = N
     }
     path = getattr(args, "pd_config", None) or environ.get(FILE_ENV)
     file = dict(read_file(path)) if path else {}
+    if path or CONNECTOR_ENV in environ:
+        args.pd_plugin = PluginLoader(CONNECTOR)
     from_file = [file.pop(key) for key in list(file) if layered.normalise_key(str(key)) == "kv_connector"]
     connector = getattr(args, "kv_connector", None) or environ.get(CONNECTOR_ENV) or (from_file or [None])[0]
     return Request(connector, flags, environ, file, path or "the settings file")
@@ -144,6 +167,8 @@ def resolve(engine_args: Any, args: argparse.Namespace) -> WorkerSettings | None
     """
     request = read_request(args)
     given_json = engine_args.kv_transfer_config
+    if given_json is not None:
+        args.pd_plugin = PluginLoader(CONNECTOR)
     if given_json is not None and request.connector is not None:
         raise SettingsError(
             f"--kv-connector {request.connector} and --kv-transfer-config both choose a connector; keep one of them."
