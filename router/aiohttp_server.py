@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 
 from vllm_pd.router.transport import BodyError, ClientGone, Handler, Headers
@@ -14,8 +15,19 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 512
 READ_BUFFER_BYTES = 256 * 1024
 BACKLOG = 2048
+UNHURRIED_BYTES = 32 * 1024
+"""Half of asyncio's high-water mark: with less in the buffer, writing never waits."""
 
 _log = logging.getLogger(__name__)
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """What a client sends wrongly is answered with 400; a traceback for each would let anybody fill the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError) or _log.isEnabledFor(logging.DEBUG)
+
+
+_log.addFilter(_is_worth_logging)
 
 
 class AiohttpRequest:
@@ -104,7 +116,12 @@ class AiohttpReply:
 
     async def write(self, chunk: bytes) -> None:
         assert self._response is not None
+        transport = self._raw.transport
         try:
+            if transport is not None and transport.get_write_buffer_size() + len(chunk) < UNHURRIED_BYTES:
+                # The write cannot wait for the client, so it needs no timer.
+                await self._response.write(chunk)
+                return
             async with asyncio.timeout(self._idle):
                 await self._response.write(chunk)
         except ConnectionError:

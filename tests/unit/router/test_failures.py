@@ -308,6 +308,41 @@ async def test_client_that_sends_half_a_body_reaches_no_worker(pd: PD) -> None:
     assert pd.decode.posts == pd.prefill.posts == []
 
 
+async def test_client_that_reads_nothing_is_given_up(start_cluster: StartCluster, start_worker: StartWorker) -> None:
+    cluster = await start_cluster(idle_timeout=0.3)
+    worker = await start_worker()
+    await cluster.join(worker, Role.BOTH)
+
+    async def flood(request: web.Request, _: Seen) -> web.StreamResponse:
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        while True:
+            await reply.write(b"x" * 65_536)
+
+    worker.hook = flood
+    _, writer = await asyncio.open_connection("127.0.0.1", cluster.service.port, limit=1)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(WHOLE) + WHOLE)
+    await asyncio.wait_for(worker.arrived.wait(), 10)
+    await until(worker.posts[0].cancelled.is_set, "the worker saw the end of the request")
+    await until(lambda: cluster.inflight() == 0, "nothing is in flight")
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GARBAGE\r\n\r\n", b"GET /health HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", b"\x16\x03\x01\x02\r\n\r\n"],
+)
+async def test_what_is_no_http_is_answered_with_400_and_not_logged(
+    start_cluster: StartCluster, caplog: pytest.LogCaptureFixture, garbage: bytes
+) -> None:
+    cluster = await start_cluster()
+    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.service.port)
+    writer.write(garbage)
+    assert b" 400 " in await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+    assert not [entry for entry in caplog.records if entry.levelname == "ERROR"]
+
+
 async def test_body_that_stops_coming_is_given_up(start_cluster: StartCluster) -> None:
     cluster = await start_cluster(idle_timeout=0.3)
     reader, writer = await asyncio.open_connection("127.0.0.1", cluster.service.port)
