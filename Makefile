@@ -41,7 +41,7 @@ test-contract: install ## Check what is used of vLLM against a release's source:
 lint: install ## Check style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	$(PY) -m scripts.typecheck
 	$(PY) -m mypy scripts
 
 format: install ## Apply the style
