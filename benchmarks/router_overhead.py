@@ -3,12 +3,14 @@
 One mock worker process, one router process, one closed-loop load in this process, all on loopback. Each router gets
 the same requests: a 20-word chat and a chat with a 30 KB body, plain and streamed, over 1 and over 16 connections.
 Ours is measured passing requests whole and splitting them over a prefill and a decode worker; `vllm-router` and
-`sglang-router` are measured too where their commands are installed.
+`sglang-router` are measured too where their commands are installed. Each load runs in several rounds and the best one
+counts: other programs on the machine only ever add.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -44,6 +46,7 @@ class Case:
     stream: bool
     connections: int
     requests: int
+    rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +59,16 @@ class Contender:
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every load; quick ones have a fifth of the requests."""
-    factor = 1 if quick else 5
+    """Every load. Quick ones have fewer and shorter rounds."""
+    rounds, factor = (2, 1) if quick else (5, 3)
     return [
-        Case(body, stream, connections, factor * requests)
+        Case(body, stream, connections, factor * requests, rounds)
         for body in ("small", "30 KB")
         for stream, connections, requests in (
-            (False, 1, 400),
-            (False, 16, 2000),
-            (True, 1, 60),
-            (True, 16, 640),
+            (False, 1, 250),
+            (False, 16, 1200),
+            (True, 1, 30),
+            (True, 16, 320),
         )
     ]
 
@@ -159,9 +162,15 @@ def _serves(port: int) -> bool:
 
 
 def _run(contender: Contender, case: Case, pid: int, port: int) -> dict[str, Any]:
+    """The best round of one case, by CPU time where there is a router, else by latency."""
     request = http_request(PATH, chat_body(case.body, case.stream))
     warm_up = min(case.requests // 4, 100)
     uvloop.run(run_load(port, request, requests=warm_up, connections=case.connections))
+    rounds = [_round(contender, case, request, pid, port) for _ in range(case.rounds)]
+    return min(rounds, key=lambda row: (row["cpu_us"] or 0.0, row["p50_us"]))
+
+
+def _round(contender: Contender, case: Case, request: bytes, pid: int, port: int) -> dict[str, Any]:
     cpu_before, began = cpu_seconds(pid) if pid else 0.0, time.perf_counter()
     timings = uvloop.run(run_load(port, request, requests=case.requests, connections=case.connections))
     took = time.perf_counter() - began
@@ -217,6 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report("router_overhead")
     found, notes = contenders()
     report.notes += notes
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        report.notes.append(
+            f"other programs were busy (load average {load:.1f} on {cores} cores): figures are too high"
+        )
     logs = Path(tempfile.mkdtemp(prefix="router-overhead-"))
     with ExitStack() as stack:
         workers = free_ports(2)
