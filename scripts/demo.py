@@ -9,7 +9,9 @@ and what moved between them is read from the workers' own metrics.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -172,7 +174,10 @@ def run(interrupts: Interrupts, *, keep_running: bool) -> None:
         log_dir=log_dir,
         on=here,
     )
-    try:
+    with contextlib.ExitStack() as ended:
+        ended.callback(cluster.stop)
+        # The first to run; the one above is for the case that the terminal is gone and printing fails.
+        ended.callback(stop, cluster, interrupts)
         start(cluster, interrupts)
         demo = Demo(cluster, interrupts)
         demo.ask("1. A question", "Why is the sky blue? Explain it in two sentences.")
@@ -181,8 +186,6 @@ def run(interrupts: Interrupts, *, keep_running: bool) -> None:
         demo.ask("3. Another one about the same text", "Where is the book of Samuel today?", context=passage)
         if keep_running:
             keep(cluster, interrupts)
-    finally:
-        stop(cluster, interrupts)
 
 
 def stop(cluster: LocalCluster, interrupts: Interrupts) -> None:
@@ -209,6 +212,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         except (DemoError, ChatError, ModelError, PDError) as e:
             print(f"\nThe demo failed: {e}", file=sys.stderr)
+            return 1
+        except BrokenPipeError:
+            # Nobody reads any more; what Python still holds back must not raise once again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import signal
 import subprocess
 import time
@@ -30,7 +31,9 @@ _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 2.0
 _REAP_S = 10.0
 _TAIL_LINES = 15
-_TAIL_BYTES = 32768
+_TAIL_BYTES = 262144
+_CAUSE_LENGTH = 400
+_EXCEPTION = re.compile(r"\b[A-Za-z_.]+(?:Error|Exception): .+")
 
 # Without a proxy handler, http_proxy in the environment would send loopback probes to a proxy.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -129,8 +132,9 @@ class ManagedProcess:
             ProcessError: it does not run any more.
         """
         if not self.is_running:
+            cause = f" ({found})" if (found := self.cause()) else ""
             raise ProcessError(
-                f"{self.spec.name} ended with status {self.returncode} before it was ready; {self._last_words()}"
+                f"{self.spec.name} ended with status {self.returncode} before it was ready{cause}; {self._last_words()}"
             )
         return ready() if callable(ready) else _answers_ok(ready)
 
@@ -159,11 +163,25 @@ class ManagedProcess:
 
     def tail(self, lines: int = _TAIL_LINES) -> list[str]:
         """The last lines that this run wrote to its log."""
+        return self._log_lines()[-lines:]
+
+    def cause(self) -> str:
+        """The first exception in the end of its log, on one line; empty if there is none.
+
+        A server of several processes reports the failure of one once more in each of the others, so the last lines
+        seldom hold the reason.
+        """
+        for line in self._log_lines():
+            if match := _EXCEPTION.search(line):
+                return match[0][:_CAUSE_LENGTH]
+        return ""
+
+    def _log_lines(self) -> list[str]:
         try:
             with self.spec.log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
                 log.seek(max(self._log_start, size - _TAIL_BYTES))
-                return log.read().decode(errors="replace").splitlines()[-lines:]
+                return log.read().decode(errors="replace").splitlines()
         except OSError:
             return []
 

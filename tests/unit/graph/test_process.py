@@ -60,6 +60,14 @@ def test_a_process_that_dies_early_fails_at_once_with_its_last_words(tmp_path: P
     assert str(tmp_path / "worker.log") in message
 
 
+def test_the_first_exception_in_the_log_is_named_as_the_cause(tmp_path: Path) -> None:
+    lines = ["Worker ERROR [x.py:1] ValueError: too little memory", *["noise"] * 30, "RuntimeError: start failed"]
+    process = python(tmp_path, f"import sys; print(*{lines!r}, sep='\\n'); sys.exit(1)")
+    cause = r"before it was ready \(ValueError: too little memory\); its log"
+    with process, pytest.raises(ProcessError, match=cause):
+        process.wait_ready(lambda: False, deadline_s=600)
+
+
 def test_a_process_that_is_never_ready_fails_at_the_deadline(tmp_path: Path) -> None:
     waits: list[float] = []
     with python(tmp_path, "print('still loading', flush=True); import time; time.sleep(600)") as process:
