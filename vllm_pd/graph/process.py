@@ -228,8 +228,9 @@ class ManagedProcess:
             self.observe()
             left = {process for process in self._seen.processes if proc_tree.is_alive(process)}
             proc_tree.send(left, signal.SIGKILL)
-            self._popen.poll()
-            if not left or time.monotonic() > deadline:
+            # A leader whose other threads are still dying looks dead but cannot be reaped yet.
+            reaped = self._popen.poll() is not None
+            if (reaped and not left) or time.monotonic() > deadline:
                 return self._popen.returncode
             time.sleep(0.01)
 
