@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_pd import serve_flags
 from vllm_pd import vllm_compat as compat
-from vllm_pd.errors import PDError
+from vllm_pd.errors import PDError, UnsupportedVLLMError
 from vllm_pd.settings import CONNECTOR
 
 logger = logging.getLogger("vllm.vllm_pd")
@@ -24,12 +24,19 @@ _MARK = "_vllm_pd_wrapped"
 
 
 def register() -> None:
-    """Register the connector and the serve flags with vLLM."""
-    registry = compat.KVConnectorFactory._registry
-    if CONNECTOR not in registry:
-        compat.KVConnectorFactory.register_connector(CONNECTOR, "vllm_pd.connectors.pd_connector", "PDConnector")
-    _declare_environment()
-    _wrap_engine_args(compat.EngineArgs)
+    """Register the connector and the serve flags with vLLM.
+
+    With a vLLM that lacks what this needs, it says so and does nothing: whoever has vllm-pd installed but does not
+    use it must not lose their server to it.
+    """
+    try:
+        registry = compat.KVConnectorFactory._registry
+        if CONNECTOR not in registry:
+            compat.KVConnectorFactory.register_connector(CONNECTOR, "vllm_pd.connectors.pd_connector", "PDConnector")
+        _declare_environment()
+        _wrap_engine_args(compat.EngineArgs)
+    except (UnsupportedVLLMError, AttributeError) as e:
+        logger.warning("vllm-pd is off, its flags are not available: %s", e)
 
 
 def _declare_environment() -> None:
