@@ -21,24 +21,26 @@ LEASE_S = 6.0
 
 WORKER_ARGS = (
     "--served-model-name", MODEL, "--dtype", "float32", "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16",
-    "--kv-cache-memory-bytes", "1G",
 )  # fmt: skip
 SETTINGS = {"VLLM_PD_CPU_GIB": "0.125", "VLLM_PD_LEASE_S": str(LEASE_S)}
 
 
-@pytest.fixture(scope="session")
-def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    made = LocalCluster(
-        model=tiny_model,
-        prefill=1,
-        decode=1,
-        plain=1,
+def tiny_cluster(model: Path, log_dir: Path, *, args: tuple[str, ...] = (), **workers: int) -> LocalCluster:
+    """A cluster of these workers (`prefill=1, decode=1, ...`), not started."""
+    return LocalCluster(
+        model=model,
         block_size=BLOCK,
         kv_blocks=192,
-        worker_args=WORKER_ARGS,
+        worker_args=(*WORKER_ARGS, *args),
         env=SETTINGS,
-        log_dir=tmp_path_factory.mktemp("cluster"),
+        log_dir=log_dir,
+        **workers,
     )
+
+
+@pytest.fixture(scope="session")
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    made = tiny_cluster(tiny_model, tmp_path_factory.mktemp("cluster"), prefill=1, decode=1, plain=1)
     with made:
         yield made
     assert not made.left, f"the cluster left behind: {made.left}"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e import prompts
 from tests.e2e.ask import Endpoint, Prompt
-from tests.e2e.conftest import BLOCK, MODEL, SETTINGS, WORKER_ARGS
+from tests.e2e.conftest import MODEL, tiny_cluster
 from vllm_pd.graph.local import LocalCluster
 from vllm_pd.state import RegistrySnapshot, Role, open_registry
 
@@ -32,14 +32,7 @@ def registered(cluster: LocalCluster) -> RegistrySnapshot:
 
 
 def test_two_api_servers_are_one_worker_and_withdraw_at_the_start_of_shutdown(tiny_model: Path, tmp_path: Path) -> None:
-    cluster = LocalCluster(
-        model=tiny_model,
-        both=1,
-        block_size=BLOCK,
-        worker_args=(*WORKER_ARGS, "--api-server-count", "2"),
-        env=SETTINGS,
-        log_dir=tmp_path,
-    )
+    cluster = tiny_cluster(tiny_model, tmp_path, args=("--api-server-count", "2"), both=1)
     with cluster:
         (state,) = registered(cluster).workers
         (worker,) = cluster.workers

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e import prompts
 from tests.e2e.ask import Endpoint, Prompt
-from tests.e2e.conftest import BLOCK, LEASE_S, MODEL, SETTINGS, WORKER_ARGS
+from tests.e2e.conftest import BLOCK, LEASE_S, MODEL, tiny_cluster
 from vllm_pd.graph.local import LocalCluster, LocalWorker
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -28,16 +28,7 @@ PREFILL_LEG = {
 
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    made = LocalCluster(
-        model=tiny_model,
-        prefill=1,
-        decode=1,
-        block_size=BLOCK,
-        kv_blocks=192,
-        worker_args=WORKER_ARGS,
-        env=SETTINGS,
-        log_dir=tmp_path_factory.mktemp("loss"),
-    )
+    made = tiny_cluster(tiny_model, tmp_path_factory.mktemp("loss"), prefill=1, decode=1)
     with made:
         yield made
     # A killed server cannot clean its shared memory; the launcher does, and says so.
