@@ -57,6 +57,9 @@ def _static_worker(raw: Any) -> StaticWorker:
         _ = parts.port
     except ValueError:
         valid = False
+    if valid and "@" in parts.netloc:
+        # The URL names the worker in metrics and on the ready page.
+        raise ValueError(f"must not hold a user or password, got {layered.redact(url)!r}; use --worker-api-key")
     if not separator or not valid:
         raise ValueError(f"must be URL=role, for example http://10.0.0.5:8000=decode, got {raw!r}")
     return StaticWorker(url, Role(layered.choice(*Role)(role)))

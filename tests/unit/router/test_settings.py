@@ -60,6 +60,7 @@ def test_workers_are_read_from_flags_variables_and_files(raw: object) -> None:
         ({"workers": ["http://a:1"]}, "must be URL=role"),
         ({"workers": ["http://a:1=decod"]}, "did you mean 'decode'"),
         ({"workers": ["a:1=decode"]}, "must be URL=role"),
+        ({"workers": ["http://u:hunter2@a:1=decode"]}, "must not hold a user or password"),
         ({"workers": ["http://a:1=decode", "http://a:1=prefill"]}, "twice"),
     ],
 )
@@ -68,6 +69,7 @@ def test_each_mistake_is_one_sentence_that_says_what_to_change(values: dict[str,
         load(flags=values)
     assert words in str(caught.value)
     assert str(caught.value).endswith(".")
+    assert "hunter2" not in str(caught.value)
 
 
 def test_unknown_key_in_the_file_names_the_nearest() -> None:
