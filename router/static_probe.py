@@ -13,13 +13,17 @@ import msgspec
 
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.headers import to_worker
-from vllm_pd.router.transport import Upstream, UpstreamError
+from vllm_pd.router.repeat import repeat
+from vllm_pd.router.transport import FirstByteTimeout, Upstream, UpstreamError
 from vllm_pd.router.worker import Source
 from vllm_pd.state.base import Epoch, PoolSpec, Role, WorkerId, WorkerRecord, WorkerState
 
 DEADLINE_S = 2.0
 DEFAULT_BLOCK_SIZE = 16
 """vLLM's default, taken when a worker does not publish its own."""
+
+MAX_LATE = 3
+"""Rounds in a row in which a known worker may be too busy to answer. One that refuses is gone at once."""
 
 _MAX_ANSWER = 16 * 1024 * 1024
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
@@ -84,12 +88,12 @@ class StaticProbe:
         self._interval = interval
         self._constants: dict[WorkerId, tuple[int, str]] = {}
         self._problems: dict[WorkerId, str] = {}
+        self._last: dict[WorkerId, WorkerState] = {}
+        self._late: dict[WorkerId, int] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(self._interval)
+        await repeat(self.refresh, self._interval)
 
     async def refresh(self) -> None:
         """Ask all of them once, side by side. Never raises for a worker that fails."""
@@ -104,8 +108,10 @@ class StaticProbe:
                 if not models:
                     raise ProbeFailed("/v1/models names no model")
                 block_size, version = await self._constants_of(worker)
-        except (ProbeFailed, UpstreamError, msgspec.DecodeError, UnicodeDecodeError, TimeoutError) as e:
-            self._forget(worker, str(e) or f"no answer within {DEADLINE_S:g} s")
+        except (FirstByteTimeout, TimeoutError):
+            return self._excuse(worker)
+        except (ProbeFailed, UpstreamError, msgspec.DecodeError) as e:
+            self._forget(worker, str(e))
             return None
         self._problems.pop(worker.id, None)
         pool = PoolSpec(models[0].id, "", "", "", "", block_size, "", version)
@@ -120,10 +126,21 @@ class StaticProbe:
             nixl_host=urlsplit(worker.url).hostname or "",
             max_model_len=models[0].max_model_len or 0,
         )
-        return WorkerState(record, lease_left_ms=int((self._interval + DEADLINE_S) * 1000))
+        self._late.pop(worker.id, None)
+        self._last[worker.id] = WorkerState(record, lease_left_ms=int((self._interval + DEADLINE_S) * 1000))
+        return self._last[worker.id]
+
+    def _excuse(self, worker: StaticWorker) -> WorkerState | None:
+        """The last state of a worker that is late, for a few rounds."""
+        late = self._late[worker.id] = self._late.get(worker.id, 0) + 1
+        if late <= MAX_LATE and worker.id in self._last:
+            return self._last[worker.id]
+        self._forget(worker, f"no answer within {DEADLINE_S:g} s")
+        return None
 
     def _forget(self, worker: StaticWorker, problem: str) -> None:
         self._constants.pop(worker.id, None)
+        self._last.pop(worker.id, None)
         if self._problems.get(worker.id) != problem:
             self._problems[worker.id] = problem
             _log.warning("static worker %s is not usable: %s", worker.id, problem)

@@ -6,6 +6,7 @@ import asyncio
 
 from vllm_pd.errors import StoreError
 from vllm_pd.router.directory import Directory
+from vllm_pd.router.repeat import repeat
 from vllm_pd.router.worker import Source
 from vllm_pd.state.base import Registry
 
@@ -22,9 +23,7 @@ class StoreWatch:
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(self._interval)
+        await repeat(self.refresh, self._interval)
 
     async def refresh(self) -> None:
         """Ask once. Never raises for a store that fails."""

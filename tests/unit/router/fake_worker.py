@@ -45,7 +45,8 @@ class Seen:
 class FakeWorker:
     """Set `hook` to answer in another way than the ordinary one, `models` to be somebody else.
 
-    With `gate` set, a streamed answer waits for it after its first chunk.
+    With `frozen` set it takes GET requests and answers none. With `gate` set, a streamed answer waits for it after its
+    first chunk.
     """
 
     def __init__(self, *, api_key: str = "", tls: ssl.SSLContext | None = None, models: tuple[str, ...] = ("m",)):
@@ -56,6 +57,7 @@ class FakeWorker:
         self.models = models
         self.metrics = 'vllm:cache_config_info{block_size="32",engine="0"} 1.0\n'
         self.healthy = True
+        self.frozen = False
         self._api_key = api_key
         self._tls = tls
         self._runner: web.AppRunner | None = None
@@ -93,6 +95,8 @@ class FakeWorker:
         if self._api_key and request.headers.get("Authorization") != f"Bearer {self._api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         if request.method == "GET":
+            if self.frozen:
+                await asyncio.Event().wait()
             return self._get(request)
         raw = await request.read()
         seen = Seen(request.raw_path, raw, list(request.headers.items()))

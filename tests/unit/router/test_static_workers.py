@@ -15,6 +15,7 @@ from tests.unit.router.certificates import self_signed
 from tests.unit.router.conftest import LONG, StartWorker, until
 from tests.unit.router.fake_worker import FakeWorker
 from vllm_pd.errors import SettingsError
+from vllm_pd.router import static_probe
 from vllm_pd.router.service import RouterService
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.static_probe import StaticWorker, block_size_in
@@ -86,6 +87,35 @@ async def test_named_worker_comes_and_goes_with_its_health(
     await worker.start()
     await known(router, 1)
     assert (await post(router))[0] == 200
+
+
+async def test_named_worker_that_is_late_a_few_times_keeps_its_place(
+    start_router: StartRouter,
+    start_worker: StartWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(static_probe, "DEADLINE_S", 0.1)
+    worker = await start_worker()
+    router = await start_router((worker, Role.BOTH))
+    await known(router, 1)
+    entry = router.directory.workers[0]
+    rounds = 0
+    replace_all = router.directory.replace
+
+    def count(*arguments: Any, **options: Any) -> None:
+        nonlocal rounds
+        replace_all(*arguments, **options)
+        rounds += 1
+
+    monkeypatch.setattr(router.directory, "replace", count)
+    worker.frozen = True
+    await until(lambda: rounds >= static_probe.MAX_LATE, "a few rounds passed")
+    assert router.directory.workers == [entry]
+    await until(lambda: not router.directory.workers, "it is gone after more rounds")
+    assert "no answer within 0.1 s" in caplog.text
+    worker.frozen = False
+    await known(router, 1)
 
 
 async def test_worker_that_asks_for_a_key_is_probed_and_served_with_it(

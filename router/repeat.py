@@ -1,0 +1,27 @@
+"""The loop of the router's background tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+_log = logging.getLogger(__name__)
+
+
+async def repeat(action: Callable[[], Awaitable[None]], interval: float) -> None:
+    """Call `action` every `interval` seconds until cancelled.
+
+    An error that nobody foresaw costs one round, not the task: without it the list of workers would freeze. Of equal
+    errors in a row only the first is logged.
+    """
+    last = ""
+    while True:
+        try:
+            await action()
+            last = ""
+        except Exception as e:
+            if last != repr(e):
+                last = repr(e)
+                _log.exception("looking for workers failed, trying again every %g s", interval)
+        await asyncio.sleep(interval)
