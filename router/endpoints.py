@@ -53,6 +53,12 @@ INFERENCE = (
 )
 """What is passed on. Nothing that administers a worker (adapters, sleep, profiling, weights) is ever among them."""
 
+
+class _ModelsAnswer(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+_models_answer = msgspec.json.Decoder(_ModelsAnswer)
 _log = logging.getLogger(__name__)
 _Own = Callable[[ClientRequest, ClientReply], Awaitable[None]]
 
@@ -79,7 +85,7 @@ class Endpoints:
         self._proxy = proxy
         self._metrics = metrics
         self._clock = clock
-        self._bearer = f"Bearer {settings.api_key}".encode() if settings.api_key else b""
+        self._api_key = settings.api_key.encode()
         self._inference = {endpoint.path: endpoint for endpoint in INFERENCE}
         self._own: dict[str, _Own] = {
             "/health": self._health,
@@ -134,10 +140,12 @@ class Endpoints:
             await own(request, reply)
 
     def _is_allowed(self, request: ClientRequest) -> bool:
-        if not self._bearer:
+        if not self._api_key:
             return True
         given = header(request.headers, "authorization") or ""
-        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._bearer)
+        scheme, _, key = given.partition(" ")
+        key_bytes = key.strip().encode("utf-8", "surrogateescape")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key_bytes, self._api_key)
 
     async def _health(self, request: ClientRequest, reply: ClientReply) -> None:
         await reply.send(200, [("Content-Type", "text/plain; charset=utf-8")], b"")
@@ -177,11 +185,14 @@ class Endpoints:
 
     async def _models(self, request: ClientRequest, reply: ClientReply) -> None:
         """One worker of each pool is asked, since adapters come and go there; memory stands in for silent ones."""
-        answers = await asyncio.gather(*(self._models_of(pool, request.headers) for pool in self._directory.pools))
+        # Of the client's headers only its key: the answer is for the router, which reads no compressed ones.
+        key = [pair for pair in request.headers if pair[0].lower() == "authorization"]
+        answers = await asyncio.gather(*(self._models_of(pool, key) for pool in self._directory.pools))
         merged: dict[str, dict[str, Any]] = {}
         for answer in answers:
             for model in answer:
-                merged.setdefault(model["id"], model)
+                if isinstance(name := model.get("id"), str):
+                    merged.setdefault(name, model)
         await send_json(reply, 200, {"object": "list", "data": list(merged.values())})
 
     async def _models_of(self, pool: tuple[Worker, ...], headers: Headers) -> list[dict[str, Any]]:
@@ -201,10 +212,9 @@ class Endpoints:
                     body = await answer.read(MAX_MODELS_ANSWER, MODELS_DEADLINE_S)
                 finally:
                     answer.close()
-            found = msgspec.json.decode(body)["data"]
-            if answer.status == 200 and all(isinstance(model["id"], str) for model in found):
-                return list(found)
-        except (UpstreamError, TimeoutError, msgspec.DecodeError, KeyError, TypeError) as e:
+            if answer.status == 200:
+                return _models_answer.decode(body).data
+        except (UpstreamError, TimeoutError, msgspec.DecodeError, RecursionError) as e:
             _log.debug("worker %s did not say its models: %s", asked.id, e)
         return [_model_card(worker, name) for worker in pool for name in worker.record.models]
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from aiohttp import web
 
 from tests.unit.router.conftest import LONG, PD, SPEC, StartCluster, StartWorker, until
 from vllm_pd.state import Role
@@ -60,6 +61,29 @@ async def test_models_of_all_pools_are_merged_as_the_workers_tell_them(
     data = json.loads((await cluster.get("/v1/models"))[1])["data"]
     from_memory = next(model for model in data if model["id"] == "m")
     assert (from_memory["object"], from_memory["max_model_len"]) == ("model", 2048)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"\xff", b"[]", b'{"data":null}', b'{"data":[1]}', b'{"data":[{}]}', b'{"data":' + b"[" * 5000]
+)
+async def test_models_answer_that_is_nonsense_is_left_out(
+    pd: PD, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    monkeypatch.setattr(pd.decode, "_get", lambda _: web.Response(body=answer))
+    code, body = await pd.cluster.get("/v1/models")
+    assert code == 200
+    assert [model["id"] for model in json.loads(body)["data"]] in ([], ["m"])
+
+
+async def test_models_are_read_whatever_encodings_the_client_takes(pd: PD, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(request: web.Request) -> web.StreamResponse:
+        reply = web.json_response({"data": [{"id": "adapter"}]})
+        reply.enable_compression()
+        return reply
+
+    monkeypatch.setattr(pd.decode, "_get", get)
+    code, body = await pd.cluster.get("/v1/models", headers={"Accept-Encoding": "gzip", "Range": "bytes=0-1"})
+    assert (code, json.loads(body)["data"]) == (200, [{"id": "adapter"}])
 
 
 async def test_metrics_page_counts_what_happened(pd: PD) -> None:
@@ -125,7 +149,7 @@ async def test_router_with_a_key_asks_for_it_where_it_matters(
         assert "Authorization: Bearer" in json.loads(answer)["error"]["message"]
         assert (await cluster.get("/v1/models", headers=headers))[0] == 401
     assert worker.seen == []
-    right = {"Authorization": "Bearer outer"}
+    right = {"Authorization": "bearer outer"}
     assert (await cluster.post("/v1/completions", BODY, headers=right))[0] == 200
     assert worker.posts[0].header("Authorization") == "Bearer inner"
     assert json.loads((await cluster.get("/v1/models", headers=right))[1])["data"][0]["id"] == "m"
