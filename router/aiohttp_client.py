@@ -15,6 +15,7 @@ from vllm_pd.router.transport import (
     FirstByteTimeout,
     Headers,
     StreamLost,
+    StreamStalled,
 )
 
 # uvicorn, vLLM's server, drops idle connections after 5 s. Leaving earlier avoids sending into a closing connection.
@@ -76,7 +77,7 @@ class AiohttpResponse:
             return await content.readany()
         except aiohttp.ClientError as e:
             if self._stalled:
-                raise StreamLost(f"nothing came for {idle:g} s") from None
+                raise StreamStalled(f"nothing came for {idle:g} s") from None
             raise StreamLost(f"the connection broke off ({_cause(e)})") from None
         finally:
             self._waiting_since = 0.0
@@ -146,15 +147,19 @@ class AiohttpUpstream:
         self, method: str, base: str, target: str, headers: Headers, body: bytes | None, first_byte: float
     ) -> AiohttpResponse:
         try:
+            url = self._url(base + target)
+        except ValueError as e:
+            raise ConnectFailed(f"its URL is unusable: {e}") from None
+        try:
             async with asyncio.timeout(first_byte):
                 response = await self._session.request(
                     method,
-                    self._url(base + target),
+                    url,
                     headers=CIMultiDict(headers),
                     data=body,
                     allow_redirects=False,
                 )
-        except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as e:
+        except (aiohttp.ClientConnectorError, aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as e:
             raise ConnectFailed(_cause(e)) from None
         except aiohttp.ConnectionTimeoutError:
             raise ConnectFailed(f"no connection within {self._connect_timeout:g} s") from None
@@ -165,12 +170,16 @@ class AiohttpUpstream:
         return AiohttpResponse(response)
 
     def _url(self, text: str) -> URL:
+        """Raises ValueError."""
         url = self._urls.get(text)
         if url is None:
             # Queries make their number unbounded; starting over is rare and cheap.
             if len(self._urls) >= MAX_CACHED_URLS:
                 self._urls.clear()
-            url = self._urls[text] = URL(text, encoded=True)
+            url = URL(text, encoded=True)
+            # yarl looks at the port only when asked; here the error still has a place to go.
+            _ = url.port
+            self._urls[text] = url
         return url
 
     async def close(self) -> None:

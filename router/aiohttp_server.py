@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -15,8 +16,8 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 512
 READ_BUFFER_BYTES = 256 * 1024
 BACKLOG = 2048
-UNHURRIED_BYTES = 32 * 1024
-"""Half of asyncio's high-water mark: with less in the buffer, writing never waits."""
+UNHURRIED_BYTES = 16 * 1024
+"""asyncio's low-water mark: with less in the buffer, writing never waits. Above it, it may, until the client reads."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ class AiohttpRequest:
 
     @property
     def target(self) -> str:
-        return self._raw.raw_path
+        target = self._raw.raw_path
+        # Clients of a forward proxy name the whole URL (RFC 9112, 3.2.2).
+        return target if target.startswith("/") else self._raw.rel_url.raw_path_qs
 
     @property
     def headers(self) -> Headers:
@@ -85,13 +88,12 @@ class AiohttpRequest:
 class AiohttpReply:
     """`ClientReply` of one aiohttp request. A client that takes nothing for `idle` seconds counts as gone."""
 
-    __slots__ = ("_idle", "_raw", "_response", "_sent")
+    __slots__ = ("_idle", "_raw", "_response")
 
     def __init__(self, raw: web.BaseRequest, idle: float) -> None:
         self._raw = raw
         self._idle = idle
         self._response: web.StreamResponse | None = None
-        self._sent = 0
 
     @property
     def status(self) -> int:
@@ -106,6 +108,13 @@ class AiohttpReply:
 
     async def send(self, status: int, headers: Headers, body: bytes) -> None:
         self._response = web.Response(status=status, headers=CIMultiDict(headers), body=body)
+        if self._may_wait(body):
+            await self._in_time(self._send_whole(self._response))
+        # Otherwise aiohttp sends it after the handler's return.
+
+    async def _send_whole(self, response: web.Response) -> None:
+        await response.prepare(self._raw)
+        await response.write_eof()
 
     async def start(self, status: int, headers: Headers) -> None:
         self._response = web.StreamResponse(status=status, headers=CIMultiDict(headers))
@@ -116,25 +125,27 @@ class AiohttpReply:
 
     async def write(self, chunk: bytes) -> None:
         assert self._response is not None
-        transport = self._raw.transport
+        if self._may_wait(chunk):
+            await self._in_time(self._response.write(chunk))
+            return
         try:
-            if transport is not None and transport.get_write_buffer_size() + len(chunk) < UNHURRIED_BYTES:
-                # The write cannot wait for the client, so it needs no timer.
-                await self._response.write(chunk)
-                return
-            async with asyncio.timeout(self._idle):
-                await self._response.write(chunk)
+            await self._response.write(chunk)
         except ConnectionError:
             raise ClientGone("the client left") from None
-        except TimeoutError:
-            self.abort()
-            raise ClientGone(f"the client read nothing for {self._idle:g} s") from None
 
     async def finish(self) -> None:
         assert self._response is not None
+        await self._in_time(self._response.write_eof())
+
+    def _may_wait(self, data: bytes) -> bool:
+        """Whether writing `data` could wait for the client, so that it needs a timer."""
+        transport = self._raw.transport
+        return transport is None or transport.get_write_buffer_size() + len(data) >= UNHURRIED_BYTES
+
+    async def _in_time(self, sending: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._idle):
-                await self._response.write_eof()
+                await sending
         except ConnectionError:
             raise ClientGone("the client left") from None
         except TimeoutError:

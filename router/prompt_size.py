@@ -71,14 +71,17 @@ def prompt_tokens(
     return _text_tokens(raw, fields, block_size, tokenizer)
 
 
-def worth_a_thread(fields: RequestFields, kind: PromptKind) -> bool:
-    """Whether counting could hold the event loop for more than about a millisecond."""
+def worth_a_thread(fields: RequestFields, kind: PromptKind, block_size: int) -> bool:
+    """Whether counting could hold the event loop for more than about a millisecond.
+
+    What is too long to be counted at all is told from its length, at once.
+    """
     raw = fields.messages if kind is PromptKind.CHAT else fields.prompt
-    return not isinstance(raw, UnsetType) and len(bytes(raw)) > 4096
+    return 4096 < _size(raw) <= _longest_json(block_size)
 
 
 def _text_tokens(raw: bytes, fields: RequestFields, block_size: int, tokenizer: PromptTokenizer | None) -> int | None:
-    if len(raw) > 6 * MAX_BYTES_PER_TOKEN * block_size:
+    if len(raw) > _longest_json(block_size):
         return None
     try:
         text = _text.decode(raw)
@@ -96,7 +99,9 @@ def _chat_tokens(fields: RequestFields, block_size: int, tokenizer: PromptTokeni
     if fields.chat_template is not None or fields.continue_final_message:
         return None
     largest = MAX_BYTES_PER_TOKEN * block_size
-    if len(bytes(fields.messages)) > 6 * largest or _size(fields.tools) > largest or _size(fields.documents) > largest:
+    if _size(fields.messages) > _longest_json(block_size):
+        return None
+    if _size(fields.tools) > largest or _size(fields.documents) > largest:
         return None
     try:
         messages = msgspec.json.decode(fields.messages, type=list[dict[str, Any]])
@@ -104,7 +109,7 @@ def _chat_tokens(fields: RequestFields, block_size: int, tokenizer: PromptTokeni
         documents = (
             msgspec.json.decode(fields.documents, type=list[Any] | None) if fields.documents is not UNSET else None
         )
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     if not all(_is_plain(message) for message in messages):
         return None
@@ -121,6 +126,11 @@ def _chat_tokens(fields: RequestFields, block_size: int, tokenizer: PromptTokeni
     if len(text) > largest:
         return None
     return tokenizer.count(text, add_special_tokens=fields.add_special_tokens is True)
+
+
+def _longest_json(block_size: int) -> int:
+    """Bytes of JSON above which a prompt counts as long. Escapes take up to six bytes for one."""
+    return 6 * MAX_BYTES_PER_TOKEN * block_size
 
 
 def _size(raw: Raw | UnsetType) -> int:

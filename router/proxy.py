@@ -3,7 +3,8 @@
 The choices are made by `decision` and `selection`; here is their order, and what happens when a worker fails:
 - the prefill leg fails in any way: the request goes whole to a decode worker, whose answer then counts;
 - the decode leg fails before the first byte of its answer's body: another worker gets the request, a few times at
-  most (vLLM sends the head of a stream before it computes anything, so the head is held back until then);
+  most (vLLM sends the head of a stream before it computes anything, so the head is held back until then).
+  Transfer parameters go along only if the first worker cannot have used them: a hand-off is read once;
 - it fails later: the client's stream ends with an error event, or is cut where no event can be sent.
 A client that leaves cancels this task, which closes the connection to the worker at once.
 """
@@ -15,6 +16,7 @@ import logging
 import random
 import time
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 import msgspec
 
@@ -45,6 +47,7 @@ from vllm_pd.router.transport import (
     FirstByteTimeout,
     Headers,
     StreamLost,
+    StreamStalled,
     Upstream,
     UpstreamError,
     UpstreamResponse,
@@ -57,7 +60,9 @@ MAX_DECODE_ATTEMPTS = 3
 MAX_PREFILL_ATTEMPTS = 2
 MAX_PREFILL_ANSWER = 64 * 1024 * 1024
 """Bytes. Transfer parameters list every block of the prompt, so long prompts have long answers."""
-_RETRIED_STATUS = frozenset({502, 503})
+_RETRIED_STATUS = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE})
+"""503 is the worker's refusal before it does anything. 502 comes from a proxy in front of one that broke off."""
+MAX_NAMED_ID = 256
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +100,11 @@ class _Call:
 def _new_id() -> str:
     """128 random bits as hex. Names need to differ, not to be secret: no system call."""
     return f"{random.getrandbits(128):032x}"
+
+
+def _for_header(name: str | None) -> str | None:
+    """`name` if it can stand in a header."""
+    return name if name and len(name) <= MAX_NAMED_ID and name.isascii() and name.isprintable() else None
 
 
 class Proxy:
@@ -135,9 +145,9 @@ class Proxy:
             await send_error(reply, 503, self._nothing_decodes(model))
             return
         own_id = header(request.headers, REQUEST_ID.lower())
-        named_id = own_id or (fields.request_id if fields is not None else None)
-        base_id = named_id or _new_id()
-        call = _Call(request, reply, body, workers, None if named_id else base_id, base_id, started, ready)
+        in_body = fields.request_id if fields is not None else None
+        base_id = own_id or _for_header(in_body) or _new_id()
+        call = _Call(request, reply, body, workers, None if own_id or in_body else base_id, base_id, started, ready)
         reason = await self._decide(endpoint, fields, workers)
         if reason is Reason.SPLIT:
             self._metrics.split.inc()
@@ -162,7 +172,7 @@ class Proxy:
             return missing
         block_size = decode.pool.block_size
         tokenizer = self._tokenizers.get(decode.pool.id, decode.tokenizer)
-        if tokenizer is not None and worth_a_thread(fields, kind):
+        if tokenizer is not None and worth_a_thread(fields, kind, block_size):
             size = await asyncio.to_thread(prompt_tokens, fields, kind, block_size, tokenizer)
         else:
             size = prompt_tokens(fields, kind, block_size, tokenizer)
@@ -243,6 +253,8 @@ class Proxy:
                     worker.note_success()
                     call.tried.add(worker.id)
                     if answer.status in _RETRIED_STATUS and self._next_decode(call) is not None:
+                        if answer.status == HTTPStatus.BAD_GATEWAY:
+                            call.params = None
                         self._metrics.decode_retries.labels(status_name(answer.status)).inc()
                         continue
                     await self._relay(worker, answer, first, call)
@@ -252,17 +264,19 @@ class Proxy:
                     problem = f"Worker {worker.id} takes no connections ({e}); check that it is running."
                     self._metrics.decode_retries.labels("connect").inc()
                     call.tried.add(worker.id)
+                except (FirstByteTimeout, StreamStalled) as e:
+                    problem = f"Worker {worker.id} gave no answer ({e}); it is overloaded or hangs."
+                    status = 504
+                    break
                 except (Disconnected, StreamLost) as e:
+                    # It may have read the blocks; they are freed then, and a second read would find other requests' KV.
+                    call.params = None
                     problem = f"Worker {worker.id} ended the connection without an answer ({e}); see its log."
                     self._metrics.decode_retries.labels("disconnect").inc()
                     # Once may be an idle connection that the worker closed just then, so it gets a second chance.
                     if worker.id in call.reconnected:
                         call.tried.add(worker.id)
                     call.reconnected.add(worker.id)
-                except FirstByteTimeout as e:
-                    problem = f"Worker {worker.id} gave {e}; it is overloaded or hangs."
-                    status = 504
-                    break
                 finally:
                     if answer is not None:
                         answer.close()
@@ -317,7 +331,8 @@ class Proxy:
 
     async def _end_broken(self, headers: Headers, reply: ClientReply, problem: str) -> None:
         _log.warning("%s", problem)
-        if (header(headers, "content-type") or "").startswith("text/event-stream"):
+        plain = header(headers, "content-encoding") is None and header(headers, "content-length") is None
+        if plain and (header(headers, "content-type") or "").startswith("text/event-stream"):
             await reply.write(sse_error(502, problem))
             await reply.finish()
         else:

@@ -42,6 +42,10 @@ class StreamLost(UpstreamError):
     """The answer began and then broke off, or nothing came for the idle time."""
 
 
+class StreamStalled(StreamLost):
+    """The connection stands, but nothing came for the idle time."""
+
+
 class BodyError(PDError):
     """The client's body is unusable; `status` is the HTTP status that says why."""
 
@@ -67,7 +71,8 @@ class UpstreamResponse(Protocol):
         """What has arrived, at least one byte, as soon as it is there; empty at the end.
 
         Raises:
-            StreamLost: the connection broke, or nothing came for `idle` seconds.
+            StreamLost: the connection broke.
+            StreamStalled: nothing came for `idle` seconds.
         """
 
     async def read(self, limit: int, deadline: float) -> bytes:
@@ -111,7 +116,7 @@ class ClientRequest(Protocol):
 
     @property
     def target(self) -> str:
-        """Path and query exactly as the client sent them."""
+        """Path and query exactly as the client sent them, beginning with a slash."""
 
     @property
     def headers(self) -> Headers: ...
@@ -133,7 +138,7 @@ class ClientReply(Protocol):
         """The status sent, 0 while nothing was sent."""
 
     async def send(self, status: int, headers: Headers, body: bytes) -> None:
-        """A complete answer in one piece. Raises ClientGone."""
+        """A complete answer in one piece; a long one waits until the client has taken it. Raises ClientGone."""
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head now; `write` and `finish` follow. Raises ClientGone."""

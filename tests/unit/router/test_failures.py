@@ -11,7 +11,8 @@ from aiohttp import web
 
 from tests.unit.router.conftest import LONG, PD, Cluster, StartCluster, StartWorker, record, until
 from tests.unit.router.fake_worker import FakeWorker, Hook, Seen, cut, first_times, hang, status
-from vllm_pd.state import Role
+from vllm_pd.router.aiohttp_server import UNHURRIED_BYTES
+from vllm_pd.state import RegistrySnapshot, Role, WorkerId
 
 BODY = json.dumps({"prompt": LONG, "max_tokens": 20}).encode()
 STREAM = json.dumps({"prompt": LONG, "max_tokens": 20, "stream": True}).encode()
@@ -100,16 +101,27 @@ async def two_decoders(start_cluster: StartCluster, start_worker: StartWorker) -
     return cluster, workers
 
 
-@pytest.mark.parametrize("code", [502, 503])
 async def test_busy_decode_worker_is_replaced_and_the_other_reads_the_same_blocks(
-    start_cluster: StartCluster, start_worker: StartWorker, code: int
+    start_cluster: StartCluster, start_worker: StartWorker
 ) -> None:
     cluster, (prefill, first, second) = await two_decoders(start_cluster, start_worker)
-    first.hook = status(code)
+    first.hook = status(503)
     assert (await cluster.post("/v1/completions", BODY))[0] == 200
     assert len(prefill.posts) == 1
     assert first.posts[0].raw == second.posts[0].raw
     assert cluster.metric("decode_retry_total", reason="status_5xx") == 1
+
+
+@pytest.mark.parametrize("hook", [cut, status(502)])
+async def test_blocks_that_a_lost_decode_worker_may_have_read_are_not_read_again(
+    start_cluster: StartCluster, start_worker: StartWorker, hook: Hook
+) -> None:
+    cluster, (prefill, first, second) = await two_decoders(start_cluster, start_worker)
+    first.hook = hook
+    assert (await cluster.post("/v1/completions", BODY))[0] == 200
+    assert len(prefill.posts) == 1
+    assert "kv_transfer_params" in first.posts[0].json
+    assert second.posts[0].raw == BODY
 
 
 async def test_decode_worker_that_refuses_is_replaced(start_cluster: StartCluster, start_worker: StartWorker) -> None:
@@ -210,6 +222,27 @@ async def test_silent_decode_worker_ends_in_504_naming_it(
     await until(worker.posts[0].cancelled.is_set, "the worker saw the end of the request")
 
 
+async def test_stream_that_stalls_after_its_head_ends_in_504_and_is_not_sent_again(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    cluster = await start_cluster(first_byte_timeout=0.3)
+    worker, other = await start_worker(), await start_worker()
+    await cluster.join(worker, Role.BOTH)
+    await cluster.join(other, Role.BOTH)
+    await cluster.load(other, running=9)
+
+    async def head_only(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await web.StreamResponse(headers={"Content-Type": "text/event-stream"}).prepare(request)
+        return await hang(request, seen)
+
+    worker.hook = head_only
+    code, answer = await cluster.post("/v1/completions", WHOLE)
+    assert code == 504
+    assert worker.host_port in json.loads(answer)["error"]["message"]
+    assert (len(worker.posts), len(other.posts)) == (1, 0)
+    await until(worker.posts[0].cancelled.is_set, "the worker saw the end of the request")
+
+
 async def test_cluster_without_decode_worker_says_what_is_missing(
     start_cluster: StartCluster, start_worker: StartWorker
 ) -> None:
@@ -253,6 +286,20 @@ async def test_plain_answer_that_breaks_off_is_cut_for_the_client_too(pd: PD) ->
     pd.decode.hook = breaks_after(b'{"half', "application/json")
     with pytest.raises(aiohttp.ClientError):
         await pd.cluster.post("/v1/completions", WHOLE)
+
+
+async def test_event_stream_of_declared_length_that_breaks_off_is_cut(pd: PD) -> None:
+    async def short(request: web.Request, _: Seen) -> web.StreamResponse:
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Content-Length": "500"})
+        await reply.prepare(request)
+        await reply.write(b"data: 1\n\n")
+        assert request.transport is not None
+        request.transport.close()
+        return reply
+
+    pd.decode.hook = short
+    with pytest.raises(aiohttp.ClientError):
+        await pd.cluster.post("/v1/completions", STREAM)
 
 
 async def test_stream_that_stalls_is_ended(start_cluster: StartCluster, start_worker: StartWorker) -> None:
@@ -308,7 +355,10 @@ async def test_client_that_sends_half_a_body_reaches_no_worker(pd: PD) -> None:
     assert pd.decode.posts == pd.prefill.posts == []
 
 
-async def test_client_that_reads_nothing_is_given_up(start_cluster: StartCluster, start_worker: StartWorker) -> None:
+@pytest.mark.parametrize("endless", [True, False])
+async def test_client_that_reads_nothing_is_given_up(
+    start_cluster: StartCluster, start_worker: StartWorker, endless: bool
+) -> None:
     cluster = await start_cluster(idle_timeout=0.3)
     worker = await start_worker()
     await cluster.join(worker, Role.BOTH)
@@ -319,13 +369,51 @@ async def test_client_that_reads_nothing_is_given_up(start_cluster: StartCluster
         while True:
             await reply.write(b"x" * 65_536)
 
-    worker.hook = flood
+    async def long_answer(_: web.Request, __: Seen) -> web.StreamResponse:
+        return web.Response(body=b"x" * 20_000_000)
+
+    worker.hook = flood if endless else long_answer
     _, writer = await asyncio.open_connection("127.0.0.1", cluster.service.port, limit=1)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(WHOLE) + WHOLE)
     await asyncio.wait_for(worker.arrived.wait(), 10)
-    await until(worker.posts[0].cancelled.is_set, "the worker saw the end of the request")
-    await until(lambda: cluster.inflight() == 0, "nothing is in flight")
+    if endless:
+        await until(worker.posts[0].cancelled.is_set, "the worker saw the end of the request")
+    await until(
+        lambda: cluster.metric("requests_total", endpoint="/v1/completions", status="499") == 1, "it was counted"
+    )
+    assert cluster.inflight() == 0
     writer.transport.abort()
+
+
+async def test_write_without_a_timer_never_waits(start_cluster: StartCluster) -> None:
+    cluster = await start_cluster()
+    _, writer = await asyncio.open_connection("127.0.0.1", cluster.service.port)
+    low, _ = writer.transport.get_write_buffer_limits()
+    assert low >= UNHURRIED_BYTES
+    writer.close()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "ftp://x", "nonsense"])
+async def test_worker_with_an_unusable_url_counts_as_one_that_refuses(pd: PD, url: str) -> None:
+    bad = record(pd.decode, Role.DECODE, id=WorkerId("a-bad-one"), url=url)
+    await pd.cluster.registry.heartbeat(bad, 60_000)
+    await until(lambda: len(pd.cluster.service.directory.workers) == 3, "it joined")
+    for _ in range(3):
+        assert (await pd.cluster.post("/v1/completions", BODY))[0] == 200
+    assert (await pd.cluster.get("/v1/models"))[0] == 200
+    assert pd.cluster.metric("decode_retry_total", reason="connect") >= 1
+
+
+async def test_list_of_workers_survives_an_unforeseen_error(
+    pd: PD, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken() -> RegistrySnapshot:
+        raise ValueError("nobody foresaw this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pd.cluster.registry, "snapshot", broken)
+        await until(lambda: "nobody foresaw this" in caplog.text, "it was logged")
+    await pd.cluster.join(await start_worker(), Role.DECODE)
 
 
 @pytest.mark.parametrize(

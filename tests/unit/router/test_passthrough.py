@@ -142,6 +142,25 @@ async def test_request_id_is_made_up_only_where_the_client_named_none(pd: PD) ->
     assert pd.prefill.posts[1].header("X-Request-Id") == "mine-prefill"
 
 
+@pytest.mark.parametrize("name", ["a\r\nX-Evil: 1", "a\0", "\u00e9", "x" * 300])
+async def test_request_id_that_cannot_stand_in_a_header_stays_in_the_body(pd: PD, name: str) -> None:
+    body = json.dumps({"prompt": LONG, "max_tokens": 20, "request_id": name}).encode()
+    assert (await pd.cluster.post("/v1/completions", body))[0] == 200
+    assert len(pd.prefill.posts) == 1
+    assert pd.prefill.posts[0].header("X-Evil") is None
+    assert pd.decode.posts[0].header("X-Request-Id") is None
+    assert pd.decode.posts[0].json["request_id"] == name
+
+
+async def test_request_that_names_its_whole_url_is_served(pd: PD) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", pd.cluster.service.port)
+    head = b"POST http://elsewhere:81/v1/completions?a=%%2F HTTP/1.1\r\nHost: elsewhere\r\nContent-Length: %d\r\n\r\n"
+    writer.write(head % len(WHOLE) + WHOLE)
+    assert b" 200 " in await reader.readline()
+    writer.close()
+    assert pd.decode.posts[0].path == "/v1/completions?a=%2F"
+
+
 async def test_http_1_0_client_gets_a_streamed_answer(pd: PD) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", pd.cluster.service.port)
     writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(SPLIT) + SPLIT)

@@ -123,9 +123,23 @@ def test_unusable_tokenizer_file_says_so() -> None:
 
 
 def test_long_prompts_are_worth_a_thread() -> None:
-    assert not worth_a_thread(fields({"prompt": "x" * 100}), PromptKind.COMPLETION)
-    assert worth_a_thread(fields({"prompt": "x" * 10_000}), PromptKind.COMPLETION)
-    assert not worth_a_thread(fields({"prompt": "x" * 10_000}), PromptKind.CHAT)
+    assert not worth_a_thread(fields({"prompt": "x" * 100}), PromptKind.COMPLETION, 64)
+    assert worth_a_thread(fields({"prompt": "x" * 10_000}), PromptKind.COMPLETION, 64)
+    assert not worth_a_thread(fields({"prompt": "x" * 10_000}), PromptKind.CHAT, 64)
+
+
+def test_prompts_too_long_to_be_counted_are_not_worth_a_thread(tokenizer: PromptTokenizer) -> None:
+    long = fields({"prompt": "x" * 10_000})
+    assert not worth_a_thread(long, PromptKind.COMPLETION, 16)
+    assert prompt_tokens(long, PromptKind.COMPLETION, 16, tokenizer) is None
+
+
+def test_deeply_nested_messages_are_of_unknown_length(tokenizer: PromptTokenizer) -> None:
+    for depth in range(900, 1000):
+        body = b'{"messages":[{"role":"user","content":' + b"[" * depth + b"]" * depth + b"}]}"
+        nested = read_fields(body)
+        if nested is not None:
+            assert prompt_tokens(nested, PromptKind.CHAT, 64, tokenizer) is None
 
 
 def render(source: str, **extra: Any) -> str:
