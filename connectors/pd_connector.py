@@ -60,9 +60,10 @@ class PDConnector(MultiConnector):
             # Started from Python, without `vllm serve`: nobody has chosen a side channel yet.
             rank = vllm_config.parallel_config.data_parallel_index
             side_channel.ensure((), first_rank=rank)
-        with calm_nixl() if _has_nixl(expanded.kv_transfer_config) else nullcontext():
+        with calm_nixl() if _index_of_nixl(expanded.kv_transfer_config) is not None else nullcontext():
             super().__init__(expanded, role, kv_cache_config)
         self._lease = HandoffLease(_lease_duration(expanded.kv_transfer_config))
+        self._nixl = _index_of_nixl(expanded.kv_transfer_config)
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
@@ -72,14 +73,17 @@ class PDConnector(MultiConnector):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         params = request.kv_transfer_params
+        # Only as long as nobody asked for the blocks: vLLM takes the mark off when it does.
         if is_handoff(params) and self._lease.is_stale(request.request_id, time.monotonic()):
-            self._compute_anew(request, "this worker stood still for longer than the prefill worker's lease")
+            self._compute_anew(request, "it waited for longer than the prefill worker's lease is known to hold")
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return matched
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        self._lease.stepped(time.monotonic())
-        return super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(scheduler_output)
+        if self._nixl is not None and meta.metadata[self._nixl].heartbeat_by_engine:
+            self._lease.heartbeat(time.monotonic())
+        return meta
 
     def request_finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._stamped(request, *super().request_finished(request, blocks))
@@ -93,6 +97,9 @@ class PDConnector(MultiConnector):
         logger.warning("vllm-pd: the prompt of request %s is computed here: %s.", request.request_id, reason)
         request.kv_transfer_params["do_remote_prefill"] = False
         self._lease.forget(request.request_id)
+        if self._nixl is not None:
+            # Heartbeats would otherwise hold the blocks that nobody reads until this request ends.
+            self.sub_connectors[self._nixl].connector_scheduler._stop_heartbeat(request.request_id)
 
     def _stamped(
         self, request: Request, keep_blocks: bool, params: dict[str, Any] | None
@@ -128,8 +135,9 @@ def expand(config: KVTransferConfig, identity: str = "") -> KVTransferConfig:
         return config
     children = _children(config.kv_connector_extra_config, config.kv_role)
     for child in children:
-        if ssd := child["kv_connector_extra_config"].get("ssd"):
-            ssd["identity"] = identity
+        options = child["kv_connector_extra_config"]
+        if ssd := options.get("ssd"):
+            options["ssd"] = {**ssd, "identity": identity}
     expanded = copy.copy(config)
     expanded.kv_connector_extra_config = {"connectors": children}
     return expanded
@@ -149,13 +157,15 @@ def _children(extra: Mapping[str, Any], kv_role: str | None) -> list[dict[str, A
     return transfer_config.child_configs(settings, nixl=transfer_config.check_nixl(settings))
 
 
-def _has_nixl(config: KVTransferConfig) -> bool:
-    children = config.kv_connector_extra_config["connectors"]
-    return any(child["kv_connector"] == transfer_config.NIXL for child in children)
+def _index_of_nixl(config: KVTransferConfig) -> int | None:
+    """Which child is NIXL; None without one."""
+    names = [child["kv_connector"] for child in config.kv_connector_extra_config["connectors"]]
+    return names.index(transfer_config.NIXL) if transfer_config.NIXL in names else None
 
 
 def _lease_duration(config: KVTransferConfig) -> float:
-    for child in config.kv_connector_extra_config["connectors"]:
-        if child["kv_connector"] == transfer_config.NIXL:
-            return float(child["kv_connector_extra_config"].get("kv_lease_duration", DEFAULT_LEASE_S))
-    return float(DEFAULT_LEASE_S)
+    index = _index_of_nixl(config)
+    if index is None:
+        return DEFAULT_LEASE_S
+    options = config.kv_connector_extra_config["connectors"][index]["kv_connector_extra_config"]
+    return float(options.get("kv_lease_duration", DEFAULT_LEASE_S))

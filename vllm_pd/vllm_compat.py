@@ -122,8 +122,15 @@ INTERNALS: tuple[Internal, ...] = (
         "NixlScheduler",
         f"{_KV}.v1.nixl.base_scheduler",
         "NixlBaseConnectorScheduler",
-        ("side_channel_host", "side_channel_port"),
-        "binds the side channel whose address we choose and advertise",
+        ("side_channel_host", "side_channel_port", "_stop_heartbeat(req_id)"),
+        "binds the side channel whose address we choose and advertise; told which blocks nobody waits for any more",
+    ),
+    Internal(
+        "NixlConnectorMetadata",
+        f"{_KV}.v1.nixl.metadata",
+        "NixlConnectorMetadata",
+        ("heartbeat_by_engine",),
+        "shows whether heartbeats go out with a step",
     ),
     Internal(
         "environment_variables", "vllm.envs", "environment_variables", (), "vLLM refuses VLLM_* variables not in it"

@@ -1,0 +1,73 @@
+"""The two cures reach NIXL's real bindings on the CPU platform, end with the block, and touch nothing elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nixl")
+pytest.importorskip("vllm")
+
+from vllm_pd import vllm_compat as compat
+from vllm_pd.connectors import cpu_cures
+from vllm_pd.connectors.cpu_cures import PROGRESS_DELAY_US, calm_nixl
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def api() -> Any:
+    return sys.modules[compat.NixlWrapper.__module__]
+
+
+@pytest.fixture
+def on_cpu() -> None:
+    if not compat.current_platform.is_cpu():
+        pytest.skip("this vLLM is not built for CPUs")
+
+
+def test_an_agent_made_inside_has_a_patient_progress_thread(
+    on_cpu: None, api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, delays = api.nixlBind, []
+
+    class Recording:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def nixlAgent(self, name: str, config: Any) -> Any:
+            delays.append(config.pthrDelay)
+            return real.nixlAgent(name, config)
+
+    monkeypatch.setattr(api, "nixlBind", Recording())
+    with calm_nixl():
+        compat.NixlWrapper("inside", api.nixl_agent_config(backends=[]))
+    compat.NixlWrapper("outside", api.nixl_agent_config(backends=[]))
+    assert delays == [PROGRESS_DELAY_US, 0]
+
+
+def test_a_delay_that_somebody_chose_is_kept() -> None:
+    seen = []
+    bindings = cpu_cures._PatientBindings(SimpleNamespace(nixlAgent=lambda name, config: seen.append(config.pthrDelay)))
+    bindings.nixlAgent("a", SimpleNamespace(pthrDelay=50))
+    assert seen == [50]
+
+
+def test_no_core_is_offered_for_pinning_inside_and_all_is_undone_even_after_an_error(on_cpu: None, api: Any) -> None:
+    platform = compat.CpuPlatform
+    before = api.nixlBind, platform.__dict__["discover_numa_topology"]
+    with pytest.raises(RuntimeError, match="inside"), calm_nixl():
+        assert platform.discover_numa_topology() == []
+        assert api.nixlBind is not before[0]
+        raise RuntimeError("inside")
+    assert (api.nixlBind, platform.__dict__["discover_numa_topology"]) == before
+
+
+def test_on_an_accelerator_nothing_is_touched(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(compat), "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    before = api.nixlBind, compat.CpuPlatform.__dict__["discover_numa_topology"]
+    with calm_nixl():
+        assert (api.nixlBind, compat.CpuPlatform.__dict__["discover_numa_topology"]) == before

@@ -1,0 +1,208 @@
+"""What PDConnector composes, and how it handles a hand-off; the children are vLLM's own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_pd import transfer_config as tc
+from vllm_pd.connectors import pd_connector
+from vllm_pd.connectors.handoff_lease import EXTENSION_FIELD, FIELD, HandoffLease
+from vllm_pd.connectors.pd_connector import PDConnector, expand, register_specs
+from vllm_pd.plugin import register
+from vllm_pd.settings import WorkerSettings, from_extra_config
+from vllm_pd.vllm_compat import KVConnectorFactory, KVTransferConfig, OffloadingSpecFactory
+
+pytestmark = pytest.mark.vllm
+
+SSD = WorkerSettings(cpu_gib=1.0, ssd_path="/somewhere", ssd_gib=2.0)
+
+
+@pytest.fixture(autouse=True)
+def plugin() -> None:
+    register()
+
+
+def children(config: KVTransferConfig) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = config.kv_connector_extra_config["connectors"]
+    return listed
+
+
+def test_nixl_is_asked_before_the_tiers() -> None:
+    names = [child["kv_connector"] for child in children(expand(tc.build(WorkerSettings(cpu_gib=1.0))))]
+    assert names == ["NixlConnector", "OffloadingConnector"]
+
+
+def test_expanding_twice_changes_nothing_and_leaves_the_original() -> None:
+    config = tc.build(SSD)
+    before = copy.deepcopy(config.kv_connector_extra_config)
+    once = expand(config, "identity")
+    assert expand(once, "other") is once
+    assert config.kv_connector_extra_config == before
+    assert once.engine_id == config.engine_id
+
+
+def test_the_identity_reaches_the_ssd_tier_and_not_the_users_options() -> None:
+    options = {"ssd": {"path": "/else", "gib": 3}}
+    config = tc.build(dataclasses.replace(SSD, offload=options))
+    offload = children(expand(config, "abc"))[1]["kv_connector_extra_config"]
+    assert offload["ssd"] == {"path": "/else", "gib": 3, "identity": "abc"}
+    assert options == {"ssd": {"path": "/else", "gib": 3}}
+
+
+def test_specs_are_registered_once() -> None:
+    register_specs()
+    register_specs()
+    for name in pd_connector.SPECS:
+        assert OffloadingSpecFactory._registry[name]().__name__ == name
+
+
+def test_questions_that_vllm_asks_the_class_are_answered_for_the_children() -> None:
+    config = tc.build(WorkerSettings(cpu_gib=1.0))
+    assert not PDConnector.requires_piecewise_for_cudagraph(config.kv_connector_extra_config)
+    assert PDConnector.all_children_support_hma(expand(config))
+    assert KVConnectorFactory.supports_hma_config(config)
+
+
+@pytest.mark.parametrize(
+    "passed_on",
+    [
+        copy.copy,
+        copy.deepcopy,
+        dataclasses.replace,
+        lambda config: pickle.loads(pickle.dumps(config)),  # noqa: S301
+    ],
+    ids=["copy", "deepcopy", "replace", "pickle"],
+)
+def test_the_configuration_answers_for_its_children_after_every_way_of_passing_it_on(passed_on: Any) -> None:
+    config = tc.build(from_extra_config({"store": "redis://u:hunter2@h:1", "cpu_gib": 1}))
+    arrived = passed_on(config)
+    assert arrived == config
+    assert type(arrived) is tc.PDKVTransferConfig
+    assert arrived.has_connector("NixlConnector") and arrived.has_connector("OffloadingConnector")
+    assert arrived.has_connector("pd") and not arrived.has_connector("MooncakeConnector")
+    assert "hunter2" not in repr(arrived)
+
+
+def test_the_configuration_stays_what_it_is_inside_vllms_own() -> None:
+    from vllm.config import VllmConfig
+
+    config = tc.build(WorkerSettings(cpu_gib=1.0))
+    assert VllmConfig(kv_transfer_config=config).kv_transfer_config is config
+
+
+class FakeScheduler:
+    """The scheduler half of a child: NIXL's, as far as heartbeats go."""
+
+    def __init__(self) -> None:
+        self.stopped: list[str] = []
+        self.heartbeats: dict[str, object] = {}
+
+    @property
+    def connector_scheduler(self) -> FakeScheduler:
+        return self
+
+    def _stop_heartbeat(self, req_id: str) -> None:
+        self.stopped.append(req_id)
+
+    def on_new_request(self, request: Any) -> None:
+        self.seen = bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        wanted = bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
+        return (100, True) if wanted else (0, False)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return SimpleNamespace(heartbeat_by_engine=dict(self.heartbeats))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any]]:
+        return True, {"do_remote_prefill": True, "do_remote_decode": False}
+
+
+class Clock:
+    """Both clocks of the connector, in the test's hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(pd_connector, "time", SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def connector_over(nixl: FakeScheduler) -> PDConnector:
+    """A connector whose only child is `nixl`, without an engine."""
+    connector: PDConnector = PDConnector.__new__(PDConnector)
+    connector._connectors = [nixl]
+    connector._all_support_hma = True
+    connector._requests_to_connector, connector._extra_async_saves = {}, {}
+    connector._lease, connector._nixl = HandoffLease(), 0
+    return connector
+
+
+def handed_off(at: float) -> Any:
+    params = HandoffLease().stamp({"do_remote_prefill": True}, at)
+    return SimpleNamespace(request_id="r", kv_transfer_params=params)
+
+
+def test_a_late_hand_off_never_reaches_nixl(clock: Clock) -> None:
+    nixl = FakeScheduler()
+    connector, request = connector_over(nixl), handed_off(clock.now - 26)
+    connector.on_new_request(request)
+    assert not nixl.seen
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_a_hand_off_that_waited_too_long_is_computed_and_its_heartbeats_end(clock: Clock) -> None:
+    nixl = FakeScheduler()
+    connector, request = connector_over(nixl), handed_off(clock.now)
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (100, True)
+    clock.now += 26
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert nixl.stopped == ["r"]
+
+
+def test_only_steps_that_carry_heartbeats_extend_the_wait(clock: Clock) -> None:
+    nixl = FakeScheduler()
+    connector, request = connector_over(nixl), handed_off(clock.now)
+    connector.on_new_request(request)
+    nixl.heartbeats = {"engine": object()}
+    for _ in range(10):
+        clock.now += 5
+        connector.build_connector_meta(None)
+        assert connector.get_num_new_matched_tokens(request, 0) == (100, True)
+    nixl.heartbeats = {}
+    clock.now += 16
+    connector.build_connector_meta(None)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_a_request_that_asked_for_its_blocks_is_left_alone_however_long_it_takes(clock: Clock) -> None:
+    """vLLM takes the mark off when it asks; a later preemption must find it as vLLM left it."""
+    nixl = FakeScheduler()
+    connector, request = connector_over(nixl), handed_off(clock.now)
+    connector.on_new_request(request)
+    request.kv_transfer_params["do_remote_prefill"] = False
+    clock.now += 1000
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert nixl.stopped == []
+
+
+def test_a_prefill_worker_states_its_lease(clock: Clock) -> None:
+    connector = connector_over(FakeScheduler())
+    request = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_decode": True})
+    keep, params = connector.request_finished_all_groups(request, ([1],))
+    assert keep and params is not None
+    assert params[FIELD] == int((clock.now + 25) * 1000)
+    assert params[EXTENSION_FIELD] == 15_000
