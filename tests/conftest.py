@@ -9,28 +9,24 @@ from pathlib import Path
 import pytest
 
 from scripts.models import smollm2_dir, tiny_model_dir
+from tests.shared_memory import SharedMemoryWatch
 from vllm_pd.graph.embedded_store import EmbeddedStore
-from vllm_pd.graph.proc_tree import everyone, shared_memory
 
-SHM = Path("/dev/shm")
 SHM_DEADLINE_S = 10.0
 
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_memory_is_as_it_was_found() -> Iterator[None]:
-    """Fails the run if something in /dev/shm is new and nobody uses it: a server left it behind."""
-    before = set(SHM.iterdir())
+    """Fails the run if it leaves something in /dev/shm that nobody uses: a server left it behind."""
+    watch = SharedMemoryWatch()
+    watch.start()
     yield
+    watch.stop()
     deadline = time.monotonic() + SHM_DEADLINE_S
-    while left := _unused(set(SHM.iterdir()) - before):
-        # A file may be new because another program has just made it and not mapped it yet.
+    while left := watch.left():
         if time.monotonic() > deadline:
-            pytest.fail(f"left behind in /dev/shm: {', '.join(sorted(left))}")
+            pytest.fail(f"left behind in /dev/shm: {', '.join(left)}")
         time.sleep(0.2)
-
-
-def _unused(paths: set[Path]) -> set[str]:
-    return {str(path) for path in paths} - shared_memory(everyone()) if paths else set()
 
 
 @pytest.fixture(scope="session")
