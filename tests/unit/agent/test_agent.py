@@ -19,6 +19,8 @@ from vllm_pd.state import TokenizerFiles, WorkerState, open_registry
 from vllm_pd.state.redis_registry import RedisRegistry
 
 DEADLINE_S = 30.0
+LEASE_S = 2.0
+"""Short, so that a test can outwait it; long enough for a busy machine to renew it."""
 RECORD = dataclasses.replace(worker(), tokenizer="")
 
 
@@ -37,14 +39,14 @@ def make(store: EmbeddedStore) -> Iterator[Callable[..., Agent]]:
         return True
 
     def make(serves: Callable[[], Any] = serves, **changes: Any) -> Agent:
-        spec = AgentSpec(store=store.url, **({"record": RECORD, "lease_s": 1.0} | changes))
-        agent = Agent(spec, lambda: RedisRegistry(store.url, "test", timeout_s=0.5), serves)
+        spec = AgentSpec(store=store.url, **({"record": RECORD, "lease_s": LEASE_S} | changes))
+        agent = Agent(spec, lambda: RedisRegistry(store.url, "test", timeout_s=1.0), serves)
         agents.append(agent)
         return agent
 
     yield make
     for agent in agents:
-        agent.stop(10.0)
+        agent.stop(DEADLINE_S)
 
 
 def workers(store: EmbeddedStore) -> tuple[WorkerState, ...]:
@@ -76,6 +78,13 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def longer_than_the_lease() -> Iterator[None]:
+    end = time.monotonic() + LEASE_S * 1.5
+    while time.monotonic() < end:
+        yield
+        time.sleep(0.1)
+
+
 def registered(store: EmbeddedStore) -> bool:
     return [state.record.id for state in workers(store)] == [RECORD.id]
 
@@ -84,13 +93,12 @@ def test_a_worker_registers_stays_and_withdraws(store: EmbeddedStore, make: Call
     agent = make()
     agent.start()
     eventually(lambda: registered(store))
-    # Longer than the lease: it lives because it is renewed.
-    for _ in range(20):
+    # It lives because it is renewed.
+    for _ in longer_than_the_lease():
         assert registered(store)
-        time.sleep(0.1)
-    assert agent.stop()
+    assert agent.stop(DEADLINE_S)
     assert workers(store) == ()
-    assert agent.stop()
+    assert agent.stop(DEADLINE_S)
 
 
 def test_nothing_is_registered_before_the_server_serves(store: EmbeddedStore, make: Callable[..., Agent]) -> None:
@@ -112,7 +120,7 @@ def test_an_agent_whose_server_never_serves_can_be_stopped(make: Callable[..., A
 
     agent = make(serves)
     agent.start()
-    assert agent.stop()
+    assert agent.stop(DEADLINE_S)
 
 
 def test_the_load_of_every_engine_is_published_and_follows(store: EmbeddedStore, make: Callable[..., Agent]) -> None:
@@ -130,9 +138,8 @@ def test_an_unchanged_load_stays_visible(store: EmbeddedStore, make: Callable[..
     agent.observe(0, 3, 0, 0.5)
     agent.start()
     eventually(lambda: any(w.running == 3 for w in workers(store)))
-    for _ in range(20):
+    for _ in longer_than_the_lease():
         assert workers(store)[0].running == 3
-        time.sleep(0.1)
 
 
 def test_another_api_server_publishes_its_load_but_does_not_register(
@@ -207,7 +214,7 @@ def test_a_silent_store_costs_neither_the_server_nor_its_end(
     store.pause()
     eventually(lambda: "did not answer within" in caplog.text)
     agent.observe(0, 1, 1, 0.1)
-    assert agent.stop(10.0)
+    assert agent.stop(DEADLINE_S)
     assert "could not be withdrawn" in caplog.text
     store.resume()
     eventually(lambda: workers(store) == ())
@@ -217,7 +224,8 @@ def test_a_silent_store_that_speaks_again_sees_the_worker(store: EmbeddedStore, 
     make().start()
     eventually(lambda: registered(store))
     store.pause()
-    time.sleep(2.0)
+    for _ in longer_than_the_lease():
+        pass
     store.resume()
     eventually(lambda: registered(store))
 
@@ -228,7 +236,7 @@ def test_the_password_of_the_store_is_never_logged(caplog: pytest.LogCaptureFixt
 
     with EmbeddedStore(password="s3cret") as store, caplog.at_level(logging.DEBUG):
         url = store.url
-        agent = Agent(AgentSpec(store=url, record=RECORD), lambda: RedisRegistry(url, "test"), serves)
+        agent = Agent(AgentSpec(store=url, record=RECORD), lambda: RedisRegistry(url, "test", timeout_s=5.0), serves)
         agent.start()
         eventually(lambda: "registered" in caplog.text)
         store.kill()
@@ -243,11 +251,11 @@ def test_a_refused_password_is_said_once_and_tried_again(caplog: pytest.LogCaptu
 
     with EmbeddedStore(password="s3cret") as store:
         url = store.url.replace("s3cret", "wr0ng")
-        agent = Agent(AgentSpec(store=url, record=RECORD), lambda: RedisRegistry(url, "test"), serves)
+        agent = Agent(AgentSpec(store=url, record=RECORD), lambda: RedisRegistry(url, "test", timeout_s=5.0), serves)
         agent.start()
         eventually(lambda: "refused the user or password" in caplog.text)
         time.sleep(1.0)
-        assert agent.stop()
+        assert agent.stop(DEADLINE_S)
     assert caplog.text.count("refused the user or password") == 1
     assert "wr0ng" not in caplog.text
 
@@ -258,9 +266,10 @@ def test_an_older_start_stays_out_says_so_once_and_takes_over_when_the_newer_end
     new = make(record=newer(RECORD))
     new.start()
     eventually(lambda: registered(store))
-    old = make()
+    old = make(lease_s=1.0)
     old.start()
     eventually(lambda: "--pd-advertise-url" in caplog.text)
+    # It asks again in the meantime.
     time.sleep(2.5)
     assert [w.record.epoch for w in workers(store)] == [newer(RECORD).epoch]
     assert caplog.text.count("another process with a newer start") == 1
@@ -293,5 +302,5 @@ def test_a_settings_mistake_ends_the_agent_with_one_sentence(caplog: pytest.LogC
     agent = Agent(AgentSpec(store="x://", record=RECORD), lambda: open_registry("x://", "test"), serves)
     agent.start()
     eventually(lambda: "is not registered" in caplog.text)
-    assert agent.stop()
+    assert agent.stop(DEADLINE_S)
     assert "must begin with one of redis://" in caplog.text
