@@ -110,7 +110,9 @@ class RouterMetrics:
             registry=self.registry,
         )
         # Every reason is there from the start, so that a rate over it is never undefined.
-        self.bypass = {reason: self._bypass.labels(reason) for reason in Reason if reason is not Reason.SPLIT}
+        self.bypass: dict[Reason, Counter] = {
+            reason: self._bypass.labels(reason) for reason in Reason if reason is not Reason.SPLIT
+        }
         self._finished: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.ttft_split = self._ttft.labels("split")
         self.ttft_whole = self._ttft.labels("whole")

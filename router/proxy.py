@@ -148,47 +148,46 @@ class Proxy:
         in_body = fields.request_id if fields is not None else None
         base_id = own_id or _for_header(in_body) or _new_id()
         call = _Call(request, reply, body, workers, None if own_id or in_body else base_id, base_id, started, ready)
-        reason = await self._decide(endpoint, fields, workers)
-        if reason is Reason.SPLIT:
+        reason, prefill = await self._decide(endpoint, fields, workers)
+        if prefill is not None:
             self._metrics.split.inc()
-            await self._prefill(call)
+            await self._prefill(call, prefill)
         else:
             self._metrics.bypass[reason].inc()
             _log.debug("%s goes whole: %s", base_id, reason)
         await self._decode(call)
 
-    async def _decide(self, endpoint: Endpoint, fields: RequestFields | None, workers: list[Worker]) -> Reason:
+    async def _decide(
+        self, endpoint: Endpoint, fields: RequestFields | None, workers: list[Worker]
+    ) -> tuple[Reason, Worker | None]:
+        """Whole or split; with `Reason.SPLIT` the prefill worker to begin with."""
         kind = endpoint.kind
         reason = bypass_by_request(fields, kind)
         if reason is not None or fields is None or kind is None:
-            return reason or Reason.UNREADABLE
+            return reason or Reason.UNREADABLE, None
         pair = pick_pair(workers)
         if pair is None or pair.prefill is None:
-            return Reason.NO_PREFILL
-        decode, prefill = pair.decode.record, pair.prefill.record
-        can_transfer = decode.can_transfer and prefill.can_transfer
+            return Reason.NO_PREFILL, None
+        decode = pair.decode.record
+        can_transfer = decode.can_transfer and pair.prefill.record.can_transfer
         missing = bypass_by_cluster(ClusterFacts(prefill_alive=True, can_transfer=can_transfer))
         if missing is not None:
-            return missing
+            return missing, None
         block_size = decode.pool.block_size
         tokenizer = self._tokenizers.get(decode.pool.id, decode.tokenizer)
         if tokenizer is not None and worth_a_thread(fields, kind, block_size):
             size = await asyncio.to_thread(prompt_tokens, fields, kind, block_size, tokenizer)
         else:
             size = prompt_tokens(fields, kind, block_size, tokenizer)
-        return bypass_by_length(size, block_size) or Reason.SPLIT
+        short = bypass_by_length(size, block_size)
+        return (short, None) if short is not None else (Reason.SPLIT, pair.prefill)
 
     # Prefill leg.
 
-    async def _prefill(self, call: _Call) -> None:
-        """Run the prefill leg. On success `call.params` is set; on failure the request is left to go whole."""
+    async def _prefill(self, call: _Call, worker: Worker) -> None:
+        """Run the prefill leg, first on `worker`. `call.params` is set on success; without, the request goes whole."""
         began = time.monotonic()
-        failure = "no_worker"
         for _ in range(MAX_PREFILL_ATTEMPTS):
-            pair = pick_pair([worker for worker in call.workers if worker.id not in call.tried])
-            if pair is None or pair.prefill is None:
-                break
-            worker = pair.prefill
             failure = await self._prefill_on(worker, call)
             if not failure:
                 call.prefilled_on = worker.id
@@ -197,6 +196,10 @@ class Proxy:
             if failure != "connect":
                 break
             call.tried.add(worker.id)
+            pair = pick_pair([other for other in call.workers if other.id not in call.tried])
+            if pair is None or pair.prefill is None:
+                break
+            worker = pair.prefill
         call.prefill_took = time.monotonic() - began
         if failure:
             self._metrics.prefill_fallback.labels(failure).inc()
@@ -289,7 +292,7 @@ class Proxy:
 
     def _next_decode(self, call: _Call) -> Worker | None:
         """The worker to try next. One that prefilled the request cannot read from itself: it comes last, whole."""
-        tried = frozenset(call.tried)
+        tried = call.tried
         if call.prefilled_on is None:
             return pick_decode(call.workers, tried)
         pool = next((worker.pool for worker in call.workers if worker.id == call.prefilled_on), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -57,29 +57,25 @@ def cost(worker: Selectable) -> tuple[int, float, int, int]:
     A report lags: what this router started or finished since it arrived is added or taken off, and the worker never
     counts less than this router's own requests on it.
     """
-    since_report = worker.inflight - worker.inflight_at_report
-    occupied = max(worker.inflight, worker.running + worker.waiting + since_report)
-    return (
-        occupied + (WAITING_WEIGHT - 1) * worker.waiting,
-        round(worker.kv_usage, 2),
-        worker.inflight,
-        worker.last_pick,
-    )
+    inflight, waiting = worker.inflight, worker.waiting
+    occupied = worker.running + waiting + inflight - worker.inflight_at_report
+    if occupied < inflight:
+        occupied = inflight
+    return (occupied + (WAITING_WEIGHT - 1) * waiting, round(worker.kv_usage, 2), inflight, worker.last_pick)
 
 
-def pick(workers: Iterable[W], wanted: Callable[[W], bool]) -> W | None:
-    """The cheapest of the wanted workers; None when there is none."""
-    return min((worker for worker in workers if wanted(worker)), key=cost, default=None)
+def _cheapest(workers: list[W]) -> W | None:
+    return min(workers, key=cost) if len(workers) > 1 else workers[0] if workers else None
 
 
-def pick_decode(workers: Iterable[W], exclude: frozenset[WorkerId] = frozenset()) -> W | None:
+def pick_decode(workers: Iterable[W], exclude: Collection[WorkerId] = ()) -> W | None:
     """The cheapest worker that decodes and is not excluded."""
-    return pick(workers, lambda w: w.role.decodes and w.id not in exclude)
+    return _cheapest([w for w in workers if w.role.decodes and w.id not in exclude])
 
 
-def pick_prefill(workers: Iterable[W], pool: PoolId, exclude: frozenset[WorkerId] = frozenset()) -> W | None:
+def pick_prefill(workers: Iterable[W], pool: PoolId, exclude: Collection[WorkerId] = ()) -> W | None:
     """The cheapest worker of `pool` that prefills and is not excluded."""
-    return pick(workers, lambda w: w.role.prefills and w.pool == pool and w.id not in exclude)
+    return _cheapest([w for w in workers if w.role.prefills and w.pool == pool and w.id not in exclude])
 
 
 def pick_pair(workers: Sequence[W]) -> Pair[W] | None:
@@ -87,4 +83,4 @@ def pick_pair(workers: Sequence[W]) -> Pair[W] | None:
     decode = pick_decode(workers)
     if decode is None:
         return None
-    return Pair(decode, pick_prefill(workers, decode.pool, frozenset({decode.id})))
+    return Pair(decode, pick_prefill(workers, decode.pool, (decode.id,)))

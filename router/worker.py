@@ -33,6 +33,7 @@ class Worker:
         "pool",
         "record",
         "resume_at",
+        "role",
         "running",
         "source",
         "waiting",
@@ -49,6 +50,7 @@ class Worker:
         self._reported_at: tuple[int, ...] = ()
         self.record: WorkerRecord = state.record
         self.pool: PoolId = state.record.pool.id
+        self.role: Role = state.record.role
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0
@@ -56,10 +58,6 @@ class Worker:
         """What was left of the lease, in seconds, when the worker was last seen alive."""
         self._lease_end = 0.0
         self.update(state, now)
-
-    @property
-    def role(self) -> Role:
-        return self.record.role
 
     @property
     def url(self) -> str:
@@ -72,6 +70,7 @@ class Worker:
         if state.record is not self.record:
             self.record = state.record
             self.pool = state.record.pool.id
+            self.role = state.record.role
         self.lease_span = state.lease_left_ms / 1000
         self._lease_end = now + self.lease_span
         reported_at = tuple(load.at_ms for load in state.loads.values())
