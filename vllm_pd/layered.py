@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -78,14 +79,23 @@ def settings_of(cls: type) -> dict[str, Setting]:
     return {f.name: f.metadata["setting"] for f in dataclasses.fields(cls) if "setting" in f.metadata}
 
 
+_SECRET_OPTION = re.compile(r"([?&][^=&]*(?:password|secret|token)[^=&]*=)[^&]*", re.IGNORECASE)
+
+
 def redact(text: str) -> str:
-    """Hide the password of a URL (`redis://user:secret@host` becomes `redis://user:***@host`)."""
+    """Hide the passwords of a URL, before the host and among the options behind the question mark.
+
+    `redis://user:secret@host` becomes `redis://user:***@host`, also when the scheme was forgotten.
+    """
+    text = _SECRET_OPTION.sub(r"\1***", text)
     scheme, sep, rest = text.partition("://")
-    if not sep or "@" not in rest:
+    if not sep:
+        scheme, rest = "", text
+    if "@" not in rest:
         return text
     userinfo, _, host = rest.rpartition("@")
     user, colon, _ = userinfo.partition(":")
-    return f"{scheme}://{user}{':***' if colon else ''}@{host}"
+    return f"{scheme}{sep}{user}{':***' if colon else ''}@{host}"
 
 
 def nearest(name: str, known: list[str]) -> str:

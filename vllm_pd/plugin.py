@@ -55,11 +55,13 @@ def _wrap_engine_args(engine_args: Any) -> None:
         return
     add_cli_args = engine_args.add_cli_args
     from_cli_args = engine_args.from_cli_args.__func__
+    create_engine_config = engine_args.create_engine_config
 
     @functools.wraps(add_cli_args)
     def add_cli_args_and_ours(parser: Any) -> Any:
         parser = add_cli_args(parser)
         serve_flags.add_flags(parser)
+        _hide_store(parser)
         return parser
 
     @functools.wraps(from_cli_args)
@@ -73,9 +75,28 @@ def _wrap_engine_args(engine_args: Any) -> None:
             raise SystemExit(2) from e
         return made
 
+    @functools.wraps(create_engine_config)
+    def create_engine_config_and_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
+        serve_flags.complete(self)
+        return create_engine_config(self, *args, **kwargs)
+
     setattr(add_cli_args_and_ours, _MARK, True)
     engine_args.add_cli_args = staticmethod(add_cli_args_and_ours)
     engine_args.from_cli_args = classmethod(from_cli_args_and_ours)
+    engine_args.create_engine_config = create_engine_config_and_ours
+
+
+def _hide_store(parser: Any) -> None:
+    """vLLM logs the arguments as parsed: a store's password in `--kv-transfer-config` must not be among them."""
+    action = parser._option_string_actions.get("--kv-transfer-config")
+    if action is None or not callable(parse := action.type):
+        return
+
+    @functools.wraps(parse)
+    def parse_and_hide(text: str) -> Any:
+        return serve_flags.hide_store(parse(text))
+
+    action.type = parse_and_hide
 
 
 def _activate(engine_args: Any, args: Any) -> None:

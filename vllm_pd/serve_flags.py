@@ -115,6 +115,7 @@ class Request:
         flags: settings given as flags, by field name.
         environ: the environment.
         file, file_name: content and name of the settings file.
+        connector_source: what names the connector, for messages.
     """
 
     connector: str | None
@@ -122,6 +123,7 @@ class Request:
     environ: Mapping[str, str]
     file: Mapping[str, Any]
     file_name: str
+    connector_source: str = ""
 
     def settings(self) -> WorkerSettings:
         return load_worker_settings(
@@ -138,7 +140,7 @@ def read_request(args: argparse.Namespace, environ: Mapping[str, str] | None = N
     """Collect what flags, environment and file say.
 
     Raises:
-        SettingsError: the file cannot be read.
+        SettingsError: the file cannot be read, or the connector's name is no name.
     """
     environ = os.environ if environ is None else environ
     flags = {
@@ -150,9 +152,29 @@ def read_request(args: argparse.Namespace, environ: Mapping[str, str] | None = N
     file = dict(read_file(path)) if path else {}
     if path or CONNECTOR_ENV in environ:
         args.pd_plugin = PluginLoader(CONNECTOR)
-    from_file = [file.pop(key) for key in list(file) if layered.normalise_key(str(key)) == "kv_connector"]
-    connector = getattr(args, "kv_connector", None) or environ.get(CONNECTOR_ENV) or (from_file or [None])[0]
-    return Request(connector, flags, environ, file, path or "the settings file")
+    name = path or "the settings file"
+    connector, source = _connector(args, environ, file, name)
+    return Request(connector, flags, environ, file, name, source)
+
+
+def _connector(
+    args: argparse.Namespace, environ: Mapping[str, str], file: dict[str, Any], file_name: str
+) -> tuple[str | None, str]:
+    """The connector's name and what says so. Takes the name out of `file`."""
+    named = {key: file.pop(key) for key in list(file) if layered.normalise_key(str(key)) == "kv_connector"}
+    if (flag := getattr(args, "kv_connector", None)) is not None:
+        if not flag.strip():
+            raise SettingsError("--kv-connector is empty; give it a name, for example pd, or drop it.")
+        return flag, f"--kv-connector {flag}"
+    if value := environ.get(CONNECTOR_ENV):
+        return value, f"{CONNECTOR_ENV}={value}"
+    if len(named) > 1:
+        raise SettingsError(f"{file_name} sets 'kv_connector' twice; keep one of the spellings.")
+    for key, value in named.items():
+        if not isinstance(value, str) or not value.strip():
+            raise SettingsError(f"{key} in {file_name} must be the name of a connector, for example pd, got {value!r}.")
+        return value, f"{key} in {file_name}"
+    return None, ""
 
 
 def resolve(engine_args: Any, args: argparse.Namespace) -> WorkerSettings | None:
@@ -169,9 +191,9 @@ def resolve(engine_args: Any, args: argparse.Namespace) -> WorkerSettings | None
     given_json = engine_args.kv_transfer_config
     if given_json is not None:
         args.pd_plugin = PluginLoader(CONNECTOR)
-    if given_json is not None and request.connector is not None:
+    if given_json is not None and request.connector not in (None, given_json.kv_connector):
         raise SettingsError(
-            f"--kv-connector {request.connector} and --kv-transfer-config both choose a connector; keep one of them."
+            f"{request.connector_source} and --kv-transfer-config choose different connectors; keep one of them."
         )
     if given_json is not None and given_json.kv_connector == CONNECTOR:
         if request.flags:
@@ -180,7 +202,7 @@ def resolve(engine_args: Any, args: argparse.Namespace) -> WorkerSettings | None
                 "use --kv-connector pd, or put the setting into kv_connector_extra_config."
             )
         settings = settings_from_json(given_json, request)
-    elif request.connector is None:
+    elif given_json is not None or request.connector is None:
         if request.flags:
             raise SettingsError(f"{request.given()[0]} has no effect without a connector; add --kv-connector pd.")
         return None
@@ -189,10 +211,41 @@ def resolve(engine_args: Any, args: argparse.Namespace) -> WorkerSettings | None
         return None
     else:
         settings = request.settings()
+    _apply(settings, engine_args, given_json)
+    return settings
+
+
+def complete(engine_args: Any) -> None:
+    """Turn a plain `KVTransferConfig(kv_connector="pd")` into what the flags make of it, in place. Idempotent.
+
+    For engines that are made in Python, without a command line: `LLM(kv_transfer_config=...)`.
+
+    Raises:
+        SettingsError: one sentence that says what to change.
+    """
+    config = engine_args.kv_transfer_config
+    if config is None or config.kv_connector != CONNECTOR:
+        return
+    from vllm_pd.transfer_config import PDKVTransferConfig
+
+    if not isinstance(config, PDKVTransferConfig):
+        _apply(settings_from_json(config, read_request(argparse.Namespace())), engine_args, config)
+
+
+def hide_store(config: Any) -> Any:
+    """`config`, a parsed `--kv-transfer-config`, with a store URL that hides its password when vLLM logs it."""
+    if getattr(config, "kv_connector", None) == CONNECTOR:
+        extra = config.kv_connector_extra_config
+        for key, value in extra.items():
+            if layered.normalise_key(str(key)) == "store" and isinstance(value, str):
+                extra[key] = layered.SecretUrl(value)
+    return config
+
+
+def _apply(settings: WorkerSettings, engine_args: Any, given_json: Any) -> None:
     check_engine_args(engine_args)
     engine_args.kv_transfer_config = _build(settings, given_json)
     engine_args.prefix_caching_hash_algo = HASH_ALGO
-    return settings
 
 
 def settings_from_json(config: Any, request: Request) -> WorkerSettings:

@@ -52,11 +52,13 @@ def _advertise_url(raw: Any) -> str:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+        # Routers, logs and metrics show it to everybody.
+        valid = valid and "@" not in parts.netloc
         _ = parts.port
     except ValueError:
         valid = False
     if not valid:
-        raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT, got {raw!r}")
+        raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT without a user, got {layered.redact(url)!r}")
     return url
 
 
@@ -163,7 +165,8 @@ def read_file(path: str) -> dict[str, Any]:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
         raise SettingsError(f"The settings file {path} cannot be read ({e.strerror}); check --pd-config.") from None
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, ValueError) as e:
+        # ValueError: bytes that are no UTF-8.
         detail = " ".join(str(e).split())
         raise SettingsError(f"The settings file {path} is not valid YAML: {detail}.") from None
     if data is None:

@@ -49,6 +49,7 @@ INTERNALS: tuple[Internal, ...] = (
         (
             "add_cli_args(parser)",
             "from_cli_args(args)",
+            "create_engine_config(usage_context, headless)",
             "kv_transfer_config",
             "enable_prefix_caching",
             "prefix_caching_hash_algo",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vllm_pd.errors import SettingsError
 from vllm_pd.settings import WorkerSettings, from_extra_config
 from vllm_pd.state.base import Role
 
@@ -101,6 +102,10 @@ def test_environment_without_a_connector_changes_nothing(engine_args: Make, monk
 def test_the_password_of_the_store_is_not_in_what_vllm_logs(serve_parser: Any, engine_args: Make) -> None:
     flags = ["--kv-connector", "pd", "--pd-store", "redis://user:hunter2@127.0.0.1:1"]
     assert "hunter2" not in repr(serve_parser.parse_args(["m", *flags]))
+    extra = json.dumps({"pd-store": flags[-1]})
+    as_json = f'--kv-transfer-config={{"kv_connector":"pd","kv_role":"kv_both","kv_connector_extra_config":{extra}}}'
+    assert "hunter2" not in repr(serve_parser.parse_args(["m", as_json]))
+    assert settings_of(engine_args(as_json)).store == flags[-1]
     made = engine_args(*flags)
     assert "hunter2" not in repr(made) and settings_of(made).store == "redis://user:hunter2@127.0.0.1:1"
 
@@ -114,7 +119,7 @@ def test_the_password_of_the_store_is_not_in_what_vllm_logs(serve_parser: Any, e
         (["--kv-connector=pdd"], ["pdd", "did you mean 'pd'"]),
         (
             ["--kv-connector=pd", '--kv-transfer-config={"kv_connector":"NixlConnector","kv_role":"kv_both"}'],
-            ["--kv-connector", "--kv-transfer-config", "keep one"],
+            ["--kv-connector pd", "--kv-transfer-config", "keep one"],
         ),
         (
             ["--role=prefill", '--kv-transfer-config={"kv_connector":"pd","kv_role":"kv_both"}'],
@@ -125,6 +130,9 @@ def test_the_password_of_the_store_is_not_in_what_vllm_logs(serve_parser: Any, e
         (["--kv-connector=pd", "--pd-ssd-path=x", "--pd-ssd-gib=1"], ["add --pd-cpu-gib"]),
         (["--kv-connector=pd", "--pd-cpu-gib=-1"], ["--pd-cpu-gib", "at least 0", "-1"]),
         (["--kv-connector=pd", "--pd-store=http://x"], ["--pd-store", "redis://"]),
+        (["--kv-connector="], ["--kv-connector", "empty"]),
+        (["--kv-connector=pd", "--pd-config=/"], ["/", "Is a directory", "--pd-config"]),
+        (["--kv-connector=pd", "--pd-advertise-url=http://u:p@h:1"], ["--pd-advertise-url", "without a user", "***"]),
         (["--kv-connector=pd", "--pd-namespace=a b"], ["--pd-namespace", "letters"]),
         (["--kv-connector=pd", "--pd-advertise-url=h:1"], ["--pd-advertise-url", "http://HOST:PORT"]),
         (["--kv-connector=pd", "--pd-config=/none/such"], ["/none/such", "--pd-config"]),
@@ -142,6 +150,95 @@ def test_a_wrong_combination_ends_with_one_sentence(argv: list[str], words: list
     assert sentence.startswith("vllm-pd: error: ") and sentence.endswith(".")
     for word in words:
         assert word in sentence
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("kv_connector: [pd]", ["kv_connector", "name of a connector"]),
+        ("kv_connector: pd\nkv-connector: pd", ["twice"]),
+        ("role: [prefill]", ["role", "prefill, decode, both"]),
+        ("role: {prefill: 1}", ["role", "prefill, decode, both"]),
+        ("cpu_gib: yes", ["cpu_gib", "number"]),
+        ("cpu_gib: .inf", ["cpu_gib", "number"]),
+        ("lease_s: .nan", ["lease_s", "number"]),
+        ("ssd_path: 5", ["ssd_path", "text"]),
+        ("nixl: 3", ["nixl", "mapping"]),
+        ("- role", ["keys and values"]),
+        ("1: 2", ["unknown key 1"]),
+        ("role: 'prefill", ["not valid YAML"]),
+        ("role: \udcff", ["not valid YAML"]),
+    ],
+)
+def test_a_file_with_values_of_a_wrong_type_ends_with_one_sentence(
+    content: str, words: list[str], error_of: ErrorOf, tmp_path: Path
+) -> None:
+    file = tmp_path / "pd.yaml"
+    file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    sentence = error_of(f"--pd-config={file}", *(["--kv-connector=pd"] if "connector" not in content else []))
+    assert sentence.startswith("vllm-pd: error: ") and sentence.endswith(".")
+    for word in (*words, str(file)):
+        assert word in sentence
+
+
+@pytest.mark.parametrize("content", ["kv-connector: pd\npd-cpu-gib: 2", "kv_connector: pd\npd_cpu_gib: 2.0"])
+def test_vllms_own_configuration_file_takes_our_flags(engine_args: Make, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(f"{content}\nrole: prefill\nmax-model-len: 128\n")
+    made = engine_args("--config", str(file), "--pd-namespace", "blue")
+    assert made.max_model_len == 128
+    settings = settings_of(made)
+    assert (settings.role, settings.cpu_gib, settings.namespace) == (Role.PREFILL, 2.0, "blue")
+
+
+def test_a_connector_of_the_environment_gives_way_to_a_flag(engine_args: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PD_KV_CONNECTOR", "pd")
+    monkeypatch.setenv("VLLM_PD_CPU_GIB", "2")
+    monkeypatch.setenv("VLLM_PD_ROLE", "decode")
+    config = engine_args("--kv-connector", "NixlConnector").kv_transfer_config
+    assert (config.kv_connector, config.kv_role, config.kv_connector_extra_config) == (
+        "NixlConnector", "kv_consumer", {},
+    )  # fmt: skip
+
+
+def test_json_that_agrees_with_the_environment_is_taken(engine_args: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PD_KV_CONNECTOR", "pd")
+    monkeypatch.setenv("VLLM_PD_ROLE", "prefill")
+    made = engine_args('--kv-transfer-config={"kv_connector":"pd","kv_role":"kv_consumer"}')
+    assert settings_of(made).role is Role.DECODE
+
+
+def test_json_that_disagrees_with_the_environment_is_refused(
+    error_of: ErrorOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PD_KV_CONNECTOR", "pd")
+    sentence = error_of('--kv-transfer-config={"kv_connector":"ExampleConnector","kv_role":"kv_both"}')
+    assert "VLLM_PD_KV_CONNECTOR=pd" in sentence
+
+
+def test_an_engine_made_in_python_gets_what_the_flags_make(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import EngineArgs
+    from vllm.config import KVTransferConfig
+
+    given = KVTransferConfig(
+        kv_connector="pd", kv_role="kv_consumer", engine_id="e", kv_connector_extra_config={"cpu_gib": 1}
+    )
+    args = EngineArgs(model=str(tiny_model), kv_transfer_config=given)
+    for made in (args.create_engine_config(), args.create_engine_config()):
+        config = made.kv_transfer_config
+        assert config.has_connector("NixlConnector") and config.has_connector("OffloadingConnector")
+        assert (config.engine_id, config.kv_role, config.kv_load_failure_policy) == ("e", "kv_both", "recompute")
+        assert settings_of(made).role is Role.DECODE
+        assert made.cache_config.prefix_caching_hash_algo == "sha256_cbor"
+
+
+def test_a_wrong_setting_in_python_is_an_exception(tiny_model: Path) -> None:
+    from vllm import EngineArgs
+    from vllm.config import KVTransferConfig
+
+    given = KVTransferConfig(kv_connector="pd", kv_role="kv_both", kv_connector_extra_config={"cpu_gb": 1})
+    with pytest.raises(SettingsError, match="did you mean 'cpu_gib'"):
+        EngineArgs(model=str(tiny_model), kv_transfer_config=given).create_engine_config()
 
 
 def test_an_unknown_key_of_the_file_names_the_nearest(error_of: ErrorOf, tmp_path: Path) -> None:
