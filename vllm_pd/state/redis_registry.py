@@ -264,6 +264,8 @@ class RedisRegistry:
 
 
 def _remedy(error: ResponseError) -> str:
+    if "WRONGTYPE" in str(error):
+        return "another program uses keys that begin with {pd:; delete them, or give --pd-namespace another name"
     for kind, code, remedy in _REMEDIES:
         if isinstance(error, kind) or code in str(error):
             return remedy

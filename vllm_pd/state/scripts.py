@@ -9,10 +9,11 @@ local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local function ms(n) return string.format('%.0f', n) end
 """
 
-# Bounded, so that one call never does the work of a thousand dead members.
+# Bounded, so that one call never does the work of a thousand dead members. A replica refuses to remove, and may:
+# whoever reads leaves out the dead ones anyway.
 _DROP_EXPIRED = """
 local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', ms(now), 'LIMIT', 0, 64)
-if #dead > 0 then redis.call('ZREM', KEYS[1], unpack(dead)) end
+if #dead > 0 then redis.pcall('ZREM', KEYS[1], unpack(dead)) end
 """
 
 # The set outlives its last lease by nothing: a pool that nobody visits again leaves no key behind.
@@ -28,7 +29,8 @@ HEARTBEAT = (
     + """
 local lease = tonumber(ARGV[3])
 local stored = redis.call('HGET', KEYS[2], 'epoch')
-if stored and tonumber(stored) > tonumber(ARGV[2]) then return 'stale' end
+-- What is no number is no start of ours, and gives way.
+if stored and (tonumber(stored) or 0) > tonumber(ARGV[2]) then return 'stale' end
 local ends = redis.call('ZSCORE', KEYS[1], ARGV[1])
 local renewed = stored == ARGV[2] and ends and tonumber(ends) > now
 -- What an earlier start of this worker said about its load is not this one's load.

@@ -161,6 +161,36 @@ async def test_a_replica_says_what_to_change(client: redis.Redis, registry: Redi
         await registry.heartbeat(worker(), LEASE_MS)
 
 
+async def test_a_replica_is_read_even_when_a_worker_has_just_expired(
+    client: redis.Redis, registry: RedisRegistry
+) -> None:
+    await registry.heartbeat(worker("live:1"), LEASE_MS)
+    client.zadd(KEYS.workers(POOL.id), {"dead:1": 1})
+    client.config_set("replica-serve-stale-data", "yes")
+    client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    assert await live(registry) == [worker("live:1")]
+
+
+async def test_a_full_store_still_lets_workers_go(client: redis.Redis, registry: RedisRegistry) -> None:
+    await registry.heartbeat(worker(), LEASE_MS)
+    client.config_set("maxmemory", "1")
+    assert await live(registry) == [worker()]
+    assert await registry.withdraw(worker().id, POOL.id, worker().epoch)
+    assert await live(registry) == []
+
+
+async def test_a_record_of_another_program_gives_way(client: redis.Redis, registry: RedisRegistry) -> None:
+    client.hset(KEYS.worker(POOL.id, worker().id), "epoch", "yesterday")
+    assert await registry.heartbeat(worker(), LEASE_MS) is HeartbeatResult.NEW
+    assert await live(registry) == [worker()]
+
+
+async def test_a_key_of_another_type_says_what_to_change(client: redis.Redis, registry: RedisRegistry) -> None:
+    client.set(KEYS.worker(POOL.id, worker().id), "a string")
+    with pytest.raises(StoreError, match="--pd-namespace"):
+        await registry.heartbeat(worker(), LEASE_MS)
+
+
 async def test_foreign_data_costs_only_itself_and_is_said_once(
     client: redis.Redis, registry: RedisRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
