@@ -21,8 +21,8 @@ class Worker:
     """Mutable, owned by the `Directory`; satisfies `selection.Selectable`. Times are the caller's monotonic seconds."""
 
     __slots__ = (
-        "_failures",
         "_lease_end",
+        "_pause",
         "_reported_at",
         "id",
         "inflight",
@@ -46,7 +46,7 @@ class Worker:
         self.inflight_at_report = 0
         self.last_pick = 0
         self.resume_at = 0.0
-        self._failures = 0
+        self._pause = FIRST_PAUSE_S
         self._reported_at: tuple[int, ...] = ()
         self.record: WorkerRecord = state.record
         self.pool: PoolId = state.record.pool.id
@@ -84,15 +84,19 @@ class Worker:
         return max(0, int((self._lease_end - now) * 1000))
 
     def note_failure(self, now: float) -> None:
-        """A connection was refused: leave the worker out for a time that doubles with each failure in a row."""
-        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**self._failures)
-        self._failures += 1
-        self.resume_at = now + pause
+        """A connection was refused: leave the worker out for a time that doubles with each failure in a row.
+
+        Requests that meet the same outage side by side, or ask as a last resort during the pause, count once.
+        """
+        if self.is_paused(now):
+            return
+        self.resume_at = now + self._pause
+        self._pause = min(LONGEST_PAUSE_S, 2 * self._pause)
 
     def note_success(self) -> None:
         """It answered."""
-        if self._failures:
-            self._failures = 0
+        if self.resume_at:
+            self._pause = FIRST_PAUSE_S
             self.resume_at = 0.0
 
     def is_paused(self, now: float) -> bool:

@@ -176,3 +176,26 @@ def test_lease_runs_down_between_refreshes(directory: Directory, clock: Clock) -
     assert only(directory).lease_left_ms(clock.now) == 3000
     clock.now += 9
     assert only(directory).lease_left_ms(clock.now) == 0
+
+
+def test_requests_that_fail_side_by_side_count_as_one_failure(directory: Directory, clock: Clock) -> None:
+    directory.replace(Source.STORE, [state("a")])
+    worker = only(directory)
+    directory.note_failure(worker, "refused")
+    first = worker.resume_at
+    for _ in range(2000):
+        directory.note_failure(worker, "refused")
+    assert worker.resume_at == first
+    clock.now = first
+    directory.note_failure(worker, "refused")
+    assert worker.resume_at - first == 2 * (first - 100.0)
+
+
+def test_worker_that_is_away_for_long_stays_at_the_longest_pause(directory: Directory, clock: Clock) -> None:
+    directory.replace(Source.STORE, [state("a")])
+    worker = only(directory)
+    for _ in range(2000):
+        directory.note_failure(worker, "refused")
+        clock.now = worker.resume_at
+    directory.note_failure(worker, "refused")
+    assert worker.resume_at - clock.now == LONGEST_PAUSE_S
