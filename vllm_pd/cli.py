@@ -21,7 +21,7 @@ EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (0 fine, 1 the store or cluster, 2 a wrong setting)."""
+    """Run the command line; returns the exit code (0 fine, 1 no store or no worker, 2 a wrong setting)."""
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         workers.add_argument(
             f"--{name}", dest=serve_flags.dest(name), metavar=name.upper(), help=f"{spec.help} (or {spec.env})"
         )
-    workers.add_argument("--json", action="store_true", help="print one JSON object")
+    workers.add_argument("--json", action="store_true", help="print one JSON array")
     workers.set_defaults(run=_workers)
     return parser
 
@@ -61,7 +61,10 @@ def _config(args: argparse.Namespace) -> int:
     resolved = load_worker_settings(
         flags=request.flags, environ=request.environ, file=request.file, file_name=request.file_name
     )
-    rows = [("kv_connector", request.connector or "(none: vllm-pd is off)", ""), *resolved.describe()]
+    rows = [
+        ("kv_connector", request.connector or "(none: vllm-pd is off)", request.connector_source),
+        *resolved.describe(),
+    ]
     if args.json:
         print(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}))
         return 0
@@ -105,7 +108,7 @@ def _workers(args: argparse.Namespace) -> int:
                 ]
             )
         )
-        return 0
+        return 0 if snapshot.workers else 1
     _print_table(
         ("worker", "role", "url", "models", "running", "waiting", "KV used", "lease left"),
         [

@@ -94,15 +94,24 @@ def ensure(candidates: Iterable[str], *, first_rank: int = 0, ranks: int = 1) ->
     """The side channel of this server: as set by the user, inherited from our parent process, or newly reserved.
 
     Sets the two environment variables that vLLM reads, for this process and its children.
+
+    Raises:
+        SettingsError: the user's port is no port, or no port is free.
     """
     if PORT_ENV in os.environ and os.environ.get(OWNER_ENV, "") in ("", str(os.getppid()), str(os.getpid())):
-        return SideChannel(os.environ.get(HOST_ENV, "localhost"), int(os.environ[PORT_ENV]))
+        return SideChannel(os.environ.get(HOST_ENV, "localhost"), _port(os.environ[PORT_ENV]))
     host = os.environ[HOST_ENV] if HOST_ENV in os.environ and OWNER_ENV not in os.environ else choose_host(candidates)
     channel = reserve(host, first_rank=first_rank, ranks=ranks)
     os.environ[HOST_ENV] = channel.host
     os.environ[PORT_ENV] = str(channel.port)
     os.environ[OWNER_ENV] = str(os.getpid())
     return channel
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
+        raise SettingsError(f"{PORT_ENV} must be a port from 1 to 65535, got {text!r}; correct it, or unset it.")
+    return int(text)
 
 
 def _bind(host: str, port: int, *, reuse: bool = True) -> socket.socket:

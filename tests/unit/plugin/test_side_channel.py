@@ -49,6 +49,13 @@ def test_an_address_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert side_channel.ensure(()) == side_channel.SideChannel("10.1.2.3", 7000)
 
 
+@pytest.mark.parametrize("port", ["", "nixl", "0", "70000", "-1"])
+def test_a_port_of_the_user_that_is_none_is_refused(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(side_channel.PORT_ENV, port)
+    with pytest.raises(side_channel.SettingsError, match=side_channel.PORT_ENV):
+        side_channel.ensure(())
+
+
 def test_a_child_process_takes_its_parents_side_channel_and_a_grandchild_server_its_own() -> None:
     ours = side_channel.ensure(("127.0.0.1",))
     program = "from vllm_pd import side_channel as c; print(c.ensure(('127.0.0.1',)).port)"
