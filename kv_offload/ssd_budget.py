@@ -102,7 +102,9 @@ class SsdBudget:
         self._lock = threading.Lock()
         # Nothing is admitted before the first scan has shown what earlier runs left.
         self._estimate: int | None = None
-        self._admitted_during_scan = 0
+        # Admitted, and perhaps not on the disk yet: writers have a queue, so a scan may miss it.
+        self._in_flight = 0
+        self._unseen_by_scan = 0
         self._free = 0
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -124,25 +126,33 @@ class SsdBudget:
         return self._estimate
 
     def admit(self, files: int, file_bytes: int) -> bool:
-        """Whether `files` new block files of `file_bytes` each may be written; if so they count from now on."""
-        # Rounded up to whole disk blocks, plus the folder that a block file often has to itself.
-        size = files * (-(-file_bytes // 4096) * 4096 + DIRECTORY_BYTES)
+        """Whether `files` new block files of `file_bytes` each may be written; if so they count from now on.
+
+        Each admission is followed by `settle` with the same numbers.
+        """
+        size = _on_disk(files, file_bytes)
         with self._lock:
             if self._estimate is None:
                 return False
             fits = self._estimate + size <= self._limits.budget_bytes and self._free - size >= self._limits.floor_bytes
             if fits:
                 self._estimate += size
-                self._admitted_during_scan += size
+                self._in_flight += size
+                self._unseen_by_scan += size
                 self._free -= size
             if not fits or self._estimate > self._limits.budget_bytes * self._limits.high_water:
                 self._wake.set()
         return fits
 
+    def settle(self, files: int, file_bytes: int) -> None:
+        """What was admitted is on the disk, or will never be: the next scan sees all there is of it."""
+        with self._lock:
+            self._in_flight -= _on_disk(files, file_bytes)
+
     def scan_and_evict(self) -> int:
         """One pass. Returns the bytes it freed."""
         with self._lock:
-            self._admitted_during_scan = 0
+            self._unseen_by_scan = self._in_flight
         seen = self._scan()
         if seen is None:
             return 0
@@ -151,8 +161,8 @@ class SsdBudget:
         freed = self._delete(seen.oldest, wanted)
         with self._lock:
             # What was written during the scan may or may not have been seen; counting it keeps this an upper bound.
-            self._estimate = max(0, seen.total_bytes - freed) + self._admitted_during_scan
-            self._free = free + freed
+            self._estimate = max(0, seen.total_bytes - freed) + self._unseen_by_scan
+            self._free = free + freed - self._in_flight
         if freed:
             logger.info("SSD tier: freed %.2f GiB of %.2f GiB.", freed / GIB, seen.total_bytes / GIB)
         return freed
@@ -161,9 +171,10 @@ class SsdBudget:
         next_scan, complaint = 0.0, ""
         while not self._stopping.is_set():
             try:
+                free = self._free_bytes(self._root)
                 with self._lock:
-                    self._free = self._free_bytes(self._root)
-                    low = self._free < self._limits.floor_bytes and bool(self._estimate)
+                    self._free = free - self._in_flight
+                    low = free < self._limits.floor_bytes and bool(self._estimate)
                 if low or self._wake.is_set() or time.monotonic() >= next_scan:
                     self._wake.clear()
                     self.scan_and_evict()
@@ -210,6 +221,11 @@ class SsdBudget:
                 freed += block.size
                 freed += _remove_if_empty(Path(block.path).parent)
         return freed
+
+
+def _on_disk(files: int, file_bytes: int) -> int:
+    """Rounded up to whole disk blocks, plus the folder that a block file often has to itself."""
+    return files * (-(-file_bytes // 4096) * 4096 + DIRECTORY_BYTES)
 
 
 def _walk(root: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:

@@ -46,22 +46,26 @@ class BoundedFileTier(FileSystemTierManager):  # type: ignore[misc]
         floor = default_floor(root) if floor_bytes is None else floor_bytes
         super().__init__(root_dir=root_dir, **options)
         self._refused: list[int] = []
+        self._admitted: dict[int, int] = {}
         self._budget = SsdBudget(root, Limits(budget_bytes, floor))
         self._budget.start()
 
     def submit_store(self, job_metadata: TierTransferJob) -> None:
         """Write blocks, or drop them when they do not fit: the blocks stay in the tier above."""
-        if self._budget.admit(len(job_metadata.keys), self.block_size_bytes):
+        files = len(job_metadata.keys)
+        if self._budget.admit(files, self.block_size_bytes):
+            self._admitted[job_metadata.job_id] = files
             super().submit_store(job_metadata)
         else:
             self._refused.append(job_metadata.job_id)
 
     def get_finished_jobs(self) -> Iterable[TierJobResult]:
         refused, self._refused = self._refused, []
-        return [
-            *(TierJobResult(job_id=job_id, success=False) for job_id in refused),
-            *super().get_finished_jobs(),
-        ]
+        finished = list(super().get_finished_jobs())
+        for result in finished:
+            if files := self._admitted.pop(result.job_id, 0):
+                self._budget.settle(files, self.block_size_bytes)
+        return [*(TierJobResult(job_id=job_id, success=False) for job_id in refused), *finished]
 
     def shutdown(self) -> None:
         self._budget.stop()

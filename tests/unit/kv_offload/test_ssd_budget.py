@@ -96,6 +96,27 @@ def test_a_write_that_would_exceed_the_budget_is_refused(tmp_path: Path) -> None
     assert not budget.admit(1, FILE)
 
 
+def test_a_write_that_waits_in_a_queue_counts_although_no_scan_sees_it(tmp_path: Path) -> None:
+    budget = SsdBudget(tmp_path, limits(3 * (FILE + 4096)), lambda _: PLENTY)
+    budget.scan_and_evict()
+    assert budget.admit(2, FILE)
+    for _ in range(2):
+        budget.scan_and_evict()
+        assert not budget.admit(2, FILE)
+    budget.settle(2, FILE)
+    budget.scan_and_evict()
+    assert budget.used_bytes == 0
+    assert budget.admit(2, FILE)
+
+
+def test_a_write_that_waits_in_a_queue_counts_against_the_floor(tmp_path: Path) -> None:
+    budget = SsdBudget(tmp_path, limits(PLENTY, floor=FILE), lambda _: 3 * FILE)
+    budget.scan_and_evict()
+    assert budget.admit(1, FILE)
+    budget.scan_and_evict()
+    assert not budget.admit(1, FILE)
+
+
 def test_a_write_that_would_go_under_the_floor_is_refused(tmp_path: Path) -> None:
     budget = SsdBudget(tmp_path, limits(PLENTY, floor=FILE), lambda _: 3 * FILE)
     budget.scan_and_evict()
