@@ -51,7 +51,9 @@ class PromptTokenizer:
 
     def count(self, text: str, *, add_special_tokens: bool) -> int:
         """Number of tokens of `text`. About 0.25 ms per KB."""
-        return len(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Of the library's calls only those for batches let other threads run.
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return len(encoded.ids)
 
 
 def prompt_tokens(

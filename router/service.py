@@ -97,7 +97,7 @@ class RouterService:
             raise
         self._server = server
         if self._registry is not None:
-            watch = StoreWatch(self._registry, self.directory, interval=self._refresh_s)
+            watch = StoreWatch(self._registry, self.directory, self._tokenizers, interval=self._refresh_s)
             self._watchers.append(asyncio.create_task(watch.run()))
         if settings.workers:
             probe = StaticProbe(

@@ -7,6 +7,7 @@ import asyncio
 from vllm_pd.errors import StoreError
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.repeat import repeat
+from vllm_pd.router.tokenizer_cache import TokenizerCache
 from vllm_pd.router.worker import Source
 from vllm_pd.state.base import Registry
 
@@ -16,9 +17,12 @@ DEADLINE_S = 2.0
 class StoreWatch:
     """One background task. A store that is down, slow or restarted empty is met by asking again."""
 
-    def __init__(self, registry: Registry, directory: Directory, *, interval: float) -> None:
+    def __init__(
+        self, registry: Registry, directory: Directory, tokenizers: TokenizerCache, *, interval: float
+    ) -> None:
         self._registry = registry
         self._directory = directory
+        self._tokenizers = tokenizers
         self._interval = interval
 
     async def run(self) -> None:
@@ -37,3 +41,5 @@ class StoreWatch:
         else:
             was_down = self._directory.store_up()
             self._directory.replace(Source.STORE, snapshot.workers, after_outage=was_down)
+            for worker in self._directory.workers:
+                self._tokenizers.prefetch(worker.pool, worker.record.tokenizer)

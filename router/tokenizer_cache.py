@@ -37,12 +37,22 @@ class TokenizerCache:
         tokenizer = self._ready.pop(sha, None)
         if tokenizer is not None:
             self._ready[sha] = tokenizer
-        elif sha and self._registry is not None and sha not in self._tasks and self._is_due(sha):
-            self._tasks[sha] = asyncio.create_task(self._load(self._registry, pool, sha))
+        else:
+            self._begin(pool, sha)
         return tokenizer
 
-    def _is_due(self, sha: str) -> bool:
-        return self._clock() >= self._retry_at.get(sha, 0.0)
+    def prefetch(self, pool: PoolId, sha: str) -> None:
+        """Fetch it before a request asks, as long as no other one has to make room for it.
+
+        Building one holds Python's lock for up to a second (the library does), so it is best done while workers join.
+        """
+        if sha not in self._ready and len(self._ready) + len(self._tasks) < MAX_TOKENIZERS:
+            self._begin(pool, sha)
+
+    def _begin(self, pool: PoolId, sha: str) -> None:
+        due = self._clock() >= self._retry_at.get(sha, 0.0)
+        if sha and self._registry is not None and sha not in self._tasks and due:
+            self._tasks[sha] = asyncio.create_task(self._load(self._registry, pool, sha))
 
     async def _load(self, registry: Registry, pool: PoolId, sha: str) -> None:
         try:
@@ -51,6 +61,7 @@ class TokenizerCache:
             if files is None:
                 raise ValueError("it is not in the store")
             self._ready[sha] = await asyncio.to_thread(PromptTokenizer, files)
+            self._retry_at.pop(sha, None)
             while len(self._ready) > MAX_TOKENIZERS:
                 del self._ready[next(iter(self._ready))]
         except (StoreError, ValueError, OSError) as e:

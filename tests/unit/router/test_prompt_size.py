@@ -162,7 +162,14 @@ def test_templates_follow_hugging_face_conventions() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ ''.__class__.__mro__ }}", "{{ raise_exception('x') }}", "{{ 1 / 0 }}", "{{ messages.append(1) }}"]
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('x') }}",
+        "{{ 1 / 0 }}",
+        "{{ messages.append(1) }}",
+        "{{ '{}'.format() }}",
+    ],
 )
 def test_templates_run_in_a_sandbox_and_fail_cleanly(source: str) -> None:
     with pytest.raises(TemplateFailed):

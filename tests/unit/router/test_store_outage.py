@@ -113,7 +113,7 @@ async def test_router_starts_without_its_store_and_finds_workers_later(
         await service.stop()
 
 
-async def test_short_chat_goes_whole_once_the_tokenizer_came_from_the_store(
+async def test_short_chat_goes_whole_as_the_tokenizer_came_from_the_store_with_the_workers(
     registry: Registry, router: RouterService, start_worker: StartWorker
 ) -> None:
     prefill, decode = await start_worker(), await start_worker()
@@ -130,8 +130,7 @@ async def test_short_chat_goes_whole_once_the_tokenizer_came_from_the_store(
         assert (await call(router, "/v1/chat/completions", body))[0] == 200
         return len(prefill.posts) > before
 
-    assert await chat(1)  # nothing is known yet, and the question fetches it
-    await until(lambda: router._tokenizers.get(SPEC.id, sha), "the tokenizer is loaded")
+    await until(lambda: sha in router._tokenizers._ready, "the tokenizer is loaded before any request")
     assert not await chat(BLOCK - 4)
     assert await chat(BLOCK - 3)
     assert not await chat(1)

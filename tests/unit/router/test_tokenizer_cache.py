@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.unit.router.conftest import SPEC, until
+from tests.unit.router.test_prompt_size import CONFIG, TEMPLATE, word_tokenizer
+from vllm_pd.router.tokenizer_cache import MAX_TOKENIZERS, RETRY_S, TokenizerCache
+from vllm_pd.state import TokenizerFiles
+from vllm_pd.state.memory_registry import MemoryRegistry, MemoryStore
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def registry() -> MemoryRegistry:
+    return MemoryRegistry("default", MemoryStore())
+
+
+@pytest.fixture
+async def cache(registry: MemoryRegistry, clock: Clock) -> AsyncIterator[TokenizerCache]:
+    cache = TokenizerCache(registry, clock)
+    yield cache
+    await cache.close()
+
+
+def files(number: int) -> TokenizerFiles:
+    return TokenizerFiles(word_tokenizer(), CONFIG, TEMPLATE + str(number))
+
+
+async def test_prefetched_tokenizer_is_there_at_the_first_request(
+    registry: MemoryRegistry, cache: TokenizerCache
+) -> None:
+    sha = await registry.put_tokenizer(SPEC.id, files(0), 60_000)
+    cache.prefetch(SPEC.id, sha)
+    await until(lambda: not cache._tasks, "it was fetched")
+    assert cache.get(SPEC.id, sha) is not None
+
+
+async def test_prefetching_drives_no_other_tokenizer_out(registry: MemoryRegistry, cache: TokenizerCache) -> None:
+    names = [await registry.put_tokenizer(SPEC.id, files(n), 60_000) for n in range(MAX_TOKENIZERS + 1)]
+    for _ in range(2):
+        for sha in names:
+            cache.prefetch(SPEC.id, sha)
+        await until(lambda: not cache._tasks, "they were fetched")
+    assert list(cache._ready) == names[:-1]
+    assert cache.get(SPEC.id, names[-1]) is None
+    await until(lambda: names[-1] in cache._ready, "a request made room for it")
+    assert len(cache._ready) == MAX_TOKENIZERS
+
+
+async def test_missing_tokenizer_is_asked_for_again_later_only(
+    registry: MemoryRegistry, cache: TokenizerCache, clock: Clock
+) -> None:
+    sha = files(0).sha
+    assert cache.get(SPEC.id, sha) is None
+    await until(lambda: not cache._tasks, "the store was asked")
+    await registry.put_tokenizer(SPEC.id, files(0), 60_000)
+    cache.prefetch(SPEC.id, sha)
+    assert not cache._tasks
+    clock.now += RETRY_S
+    cache.prefetch(SPEC.id, sha)
+    await until(lambda: not cache._tasks, "the store was asked again")
+    assert cache.get(SPEC.id, sha) is not None
+
+
+async def test_without_a_store_every_tokenizer_is_unknown(clock: Clock) -> None:
+    cache = TokenizerCache(None, clock)
+    cache.prefetch(SPEC.id, "0" * 64)
+    assert cache.get(SPEC.id, "0" * 64) is None
+    await asyncio.sleep(0)
+    assert not cache._tasks
