@@ -86,7 +86,7 @@ def bypass_by_request(fields: RequestFields | None, kind: PromptKind | None) -> 
 
 
 def _bypass_by_messages(fields: RequestFields) -> Reason | None:
-    first = _FIRST_ITEM.match(bytes(fields.messages)) if fields.messages is not UNSET else None
+    first = _FIRST_ITEM.match(memoryview(fields.messages)) if fields.messages is not UNSET else None
     return Reason.NO_PROMPT if first is None or first[1] == b"]" else None
 
 
@@ -94,9 +94,12 @@ def _bypass_by_prompt(fields: RequestFields) -> Reason | None:
     if fields.prompt_embeds is not None:
         # Embeddings have no token ids, which the transfer counts by.
         return Reason.EMBEDS
-    prompt = bytes(fields.prompt) if fields.prompt is not UNSET else b""
-    if prompt.startswith(b'"'):
-        return None if prompt != b'""' else Reason.NO_PROMPT
+    if fields.prompt is UNSET:
+        return Reason.NO_PROMPT
+    # A view: a prompt can be as long as the longest body, and only its beginning matters.
+    prompt = memoryview(fields.prompt)
+    if bytes(prompt[:1]) == b'"':
+        return None if prompt.nbytes > len('""') else Reason.NO_PROMPT
     first = _FIRST_ITEM.match(prompt)
     if first is None or first[1] == b"]":
         return Reason.NO_PROMPT

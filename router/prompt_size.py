@@ -67,10 +67,9 @@ def prompt_tokens(
         return _chat_tokens(fields, block_size, tokenizer)
     if isinstance(fields.prompt, UnsetType):
         return None
-    raw = bytes(fields.prompt)
-    if raw.startswith(b"["):
-        return raw.count(b",") + 1
-    return _text_tokens(raw, fields, block_size, tokenizer)
+    if bytes(memoryview(fields.prompt)[:1]) == b"[":
+        return bytes(fields.prompt).count(b",") + 1
+    return _text_tokens(fields.prompt, fields, block_size, tokenizer)
 
 
 def worth_a_thread(fields: RequestFields, kind: PromptKind, block_size: int) -> bool:
@@ -82,8 +81,8 @@ def worth_a_thread(fields: RequestFields, kind: PromptKind, block_size: int) -> 
     return 4096 < _size(raw) <= _longest_json(block_size)
 
 
-def _text_tokens(raw: bytes, fields: RequestFields, block_size: int, tokenizer: PromptTokenizer | None) -> int | None:
-    if len(raw) > _longest_json(block_size):
+def _text_tokens(raw: Raw, fields: RequestFields, block_size: int, tokenizer: PromptTokenizer | None) -> int | None:
+    if _size(raw) > _longest_json(block_size):
         return None
     try:
         text = _text.decode(raw)
@@ -136,7 +135,7 @@ def _longest_json(block_size: int) -> int:
 
 
 def _size(raw: Raw | UnsetType) -> int:
-    return 0 if isinstance(raw, UnsetType) else len(bytes(raw))
+    return 0 if isinstance(raw, UnsetType) else memoryview(raw).nbytes
 
 
 def _is_plain(message: dict[str, Any]) -> bool:
