@@ -174,7 +174,7 @@ class Proxy:
         if missing is not None:
             return missing, None
         block_size = decode.pool.block_size
-        tokenizer = self._tokenizers.get(decode.pool.id, decode.tokenizer)
+        tokenizer = self._tokenizers.get(pair.decode.pool, decode.tokenizer)
         if tokenizer is not None and worth_a_thread(fields, kind, block_size):
             size = await asyncio.to_thread(prompt_tokens, fields, kind, block_size, tokenizer)
         else:
@@ -244,7 +244,7 @@ class Proxy:
     async def _decode(self, call: _Call) -> None:
         problem = ""
         status = 502
-        for _ in range(MAX_DECODE_ATTEMPTS):
+        for attempts_left in reversed(range(MAX_DECODE_ATTEMPTS)):
             worker = self._next_decode(call)
             if worker is None:
                 break
@@ -255,7 +255,7 @@ class Proxy:
                     first = await answer.next_chunk(self._settings.first_byte_timeout)
                     worker.note_success()
                     call.tried.add(worker.id)
-                    if answer.status in _RETRIED_STATUS and self._next_decode(call) is not None:
+                    if answer.status in _RETRIED_STATUS and attempts_left and self._next_decode(call) is not None:
                         if answer.status == HTTPStatus.BAD_GATEWAY:
                             call.params = None
                         self._metrics.decode_retries.labels(status_name(answer.status)).inc()

@@ -12,6 +12,7 @@ from aiohttp import web
 from tests.unit.router.conftest import LONG, PD, Cluster, StartCluster, StartWorker, record, until
 from tests.unit.router.fake_worker import FakeWorker, Hook, Seen, cut, first_times, hang, status
 from vllm_pd.router.aiohttp_server import UNHURRIED_BYTES
+from vllm_pd.router.proxy import MAX_DECODE_ATTEMPTS
 from vllm_pd.state import RegistrySnapshot, Role, WorkerId
 
 BODY = json.dumps({"prompt": LONG, "max_tokens": 20}).encode()
@@ -160,6 +161,20 @@ async def test_last_answer_of_a_busy_cluster_reaches_the_client(pd: PD) -> None:
         assert reply.status == 503
         assert reply.headers["Retry-After"] == "9"
         assert (await reply.json())["error"]["message"] == "status 503"
+
+
+async def test_last_answer_reaches_the_client_also_when_more_workers_are_left_than_attempts(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    cluster = await start_cluster()
+    workers = [await start_worker() for _ in range(MAX_DECODE_ATTEMPTS + 1)]
+    for worker in workers:
+        worker.hook = status(503, **{"Retry-After": "9"})
+        await cluster.join(worker, Role.DECODE)
+    async with cluster.client.post(cluster.url + "/v1/completions", data=WHOLE) as reply:
+        assert reply.status == 503
+        assert reply.headers["Retry-After"] == "9"
+    assert sum(len(worker.posts) for worker in workers) == MAX_DECODE_ATTEMPTS
 
 
 async def test_idle_connection_closed_by_the_worker_costs_no_request(pd: PD) -> None:
