@@ -30,6 +30,7 @@ from vllm_pd.vllm_compat import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -92,6 +93,13 @@ class PDConnector(MultiConnector):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._stamped(request, *super().request_finished_all_groups(request, block_ids))
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Only NIXL makes this metadata; the tiers' connector refuses any of a second pipeline stage."""
+        if self._nixl is not None:
+            self.sub_connectors[self._nixl].set_xfer_handshake_metadata_pp_aware(metadata)
 
     def _compute_anew(self, request: Request, reason: str) -> None:
         logger.warning("vllm-pd: the prompt of request %s is computed here: %s.", request.request_id, reason)

@@ -199,6 +199,21 @@ def test_a_request_that_asked_for_its_blocks_is_left_alone_however_long_it_takes
     assert nixl.stopped == []
 
 
+def test_handshakes_of_pipeline_stages_reach_nixl_and_not_the_tiers() -> None:
+    """vLLM's OffloadingConnector refuses them, and its MultiConnector gives them to every child."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+    served: list[Any] = []
+    nixl = SimpleNamespace(set_xfer_handshake_metadata_pp_aware=served.append)
+    connector = connector_over(FakeScheduler())
+    connector._connectors = [nixl, OffloadingConnector.__new__(OffloadingConnector)]
+    metadata: Any = {(0, 0): object(), (1, 0): object()}
+    connector.set_xfer_handshake_metadata_pp_aware(metadata)
+    assert served == [metadata]
+    connector._nixl, connector._connectors = None, connector._connectors[1:]
+    connector.set_xfer_handshake_metadata_pp_aware({})
+
+
 def test_a_prefill_worker_states_its_lease(clock: Clock) -> None:
     connector = connector_over(FakeScheduler())
     request = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_decode": True})
