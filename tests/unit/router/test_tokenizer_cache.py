@@ -55,7 +55,7 @@ async def test_prefetching_drives_no_other_tokenizer_out(registry: MemoryRegistr
         for sha in names:
             cache.prefetch(SPEC.id, sha)
         await until(lambda: not cache._tasks, "they were fetched")
-    assert list(cache._ready) == names[:-1]
+    assert set(cache._ready) == set(names[:-1])
     assert cache.get(SPEC.id, names[-1]) is None
     await until(lambda: names[-1] in cache._ready, "a request made room for it")
     assert len(cache._ready) == MAX_TOKENIZERS
