@@ -18,6 +18,7 @@ from vllm_pd.layered import settings_of
 from vllm_pd.router import settings as router_settings
 from vllm_pd.router.service import RouterService
 from vllm_pd.router.settings import RouterSettings
+from vllm_pd.settings_file import read_file
 
 _EPILOG = """examples:
   # find the workers in a store (they were started with --pd-store redis://10.0.0.2:6379)
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(build_parser().parse_args(argv))
     path = arguments.pop("config")
     try:
-        file = router_settings.read_file(path) if path else {}
+        file = read_file(path, flag="--config", example="port: 8080") if path else {}
         settings = router_settings.load(
             flags=arguments, environ=os.environ, file=file, file_name=path or "the settings file"
         ).value

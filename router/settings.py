@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import yaml
-
-from vllm_pd import layered
+from vllm_pd import layered, parsers
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import Resolved, setting
 from vllm_pd.router.static_probe import StaticWorker
 from vllm_pd.state.base import Role
 
 MIB = 1 << 20
-STORE_SCHEMES = ("redis", "rediss", "unix")
 
-_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _seconds = layered.number(0, exclusive=True, high=86400)
-
-
-def _store_url(raw: Any) -> str:
-    url = layered.text(raw)
-    if urlsplit(url).scheme not in STORE_SCHEMES:
-        raise ValueError(
-            f"must be a URL with one of the schemes {', '.join(STORE_SCHEMES)} (for example redis://host:6379), "
-            f"got {layered.redact(url)!r}"
-        )
-    return layered.SecretUrl(url)
-
-
-def _namespace(raw: Any) -> str:
-    name = layered.text(raw)
-    if not _NAMESPACE.fullmatch(name):
-        raise ValueError(f"must be 1 to 64 letters, digits, dots, dashes or underscores, got {name!r}")
-    return name
 
 
 def _key(raw: Any) -> str:
@@ -49,19 +25,14 @@ def _key(raw: Any) -> str:
 
 
 def _static_worker(raw: Any) -> StaticWorker:
-    url, separator, role = layered.text(raw).rpartition("=")
-    url = url.rstrip("/")
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
-        _ = parts.port
-    except ValueError:
-        valid = False
-    if valid and "@" in parts.netloc:
+    url, _, role = layered.text(raw).rpartition("=")
+    if "@" in url:
         # The URL names the worker in metrics and on the ready page.
         raise ValueError(f"must not hold a user or password, got {layered.redact(url)!r}; use --worker-api-key")
-    if not separator or not valid:
-        raise ValueError(f"must be URL=role, for example http://10.0.0.5:8000=decode, got {raw!r}")
+    try:
+        url = parsers.base_url(url)
+    except ValueError:
+        raise ValueError(f"must be URL=role, for example http://10.0.0.5:8000=decode, got {raw!r}") from None
     return StaticWorker(url, Role(layered.choice(*Role)(role)))
 
 
@@ -103,14 +74,14 @@ class RouterSettings:
         help="URL of the Redis-compatible store where workers register",
         env="VLLM_PD_STORE",
         flag="--store",
-        parse=_store_url,
+        parse=parsers.store_url,
         default="",
     )
     namespace: str = setting(
         help="name that separates clusters sharing one store",
         env="VLLM_PD_NAMESPACE",
         flag="--namespace",
-        parse=_namespace,
+        parse=parsers.namespace,
         default="default",
     )
     workers: tuple[StaticWorker, ...] = setting(
@@ -203,26 +174,6 @@ class RouterSettings:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * MIB)
-
-
-def read_file(path: str) -> dict[str, Any]:
-    """Read a YAML settings file.
-
-    Raises:
-        SettingsError: it cannot be read, is not YAML, or is not a mapping.
-    """
-    try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as e:
-        cause = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-        raise SettingsError(f"The settings file {path} cannot be read ({cause}); check --config.") from None
-    except yaml.YAMLError as e:
-        raise SettingsError(f"The settings file {path} is not valid YAML: {' '.join(str(e).split())}.") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise SettingsError(f"The settings file {path} must hold keys and values such as 'port: 8080'.")
-    return data
 
 
 def load(

@@ -18,8 +18,8 @@ from vllm_pd.settings import (
     KV_ROLES,
     WorkerSettings,
     load_worker_settings,
-    read_file,
 )
+from vllm_pd.settings_file import read_file
 from vllm_pd.state.base import Role
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def read_request(args: argparse.Namespace, environ: Mapping[str, str] | None = N
         if (value := getattr(args, dest(name), None)) is not None
     }
     path = getattr(args, "pd_config", None) or environ.get(FILE_ENV)
-    file = dict(read_file(path)) if path else {}
+    file = read_file(path, flag="--pd-config", example="role: prefill") if path else {}
     if path or CONNECTOR_ENV in environ:
         args.pd_plugin = PluginLoader(CONNECTOR)
     name = path or "the settings file"

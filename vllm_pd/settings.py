@@ -6,16 +6,11 @@ file and of `kv_connector_extra_config`. Imports neither vllm nor torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import yaml
-
-from vllm_pd import layered
+from vllm_pd import layered, parsers
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import Resolved, setting
 from vllm_pd.state.base import Role
@@ -23,43 +18,8 @@ from vllm_pd.state.base import Role
 CONNECTOR = "pd"
 """Name under which our connector is registered with vLLM."""
 
-STORE_SCHEMES = ("redis", "rediss", "unix")
 DEFAULT_LEASE_S = 10.0
 GIB = 1 << 30
-
-_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-
-
-def _store_url(raw: Any) -> str:
-    url = layered.text(raw)
-    if urlsplit(url).scheme not in STORE_SCHEMES:
-        raise ValueError(
-            f"must be a URL with one of the schemes {', '.join(STORE_SCHEMES)} (for example redis://host:6379), "
-            f"got {layered.redact(url)!r}"
-        )
-    return layered.SecretUrl(url)
-
-
-def _namespace(raw: Any) -> str:
-    name = layered.text(raw)
-    if not _NAMESPACE.fullmatch(name):
-        raise ValueError(f"must be 1 to 64 letters, digits, dots, dashes or underscores, got {name!r}")
-    return name
-
-
-def _advertise_url(raw: Any) -> str:
-    url = layered.text(raw).rstrip("/")
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
-        # Routers, logs and metrics show it to everybody.
-        valid = valid and "@" not in parts.netloc
-        _ = parts.port
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT without a user, got {layered.redact(url)!r}")
-    return url
 
 
 def _options(raw: Any) -> dict[str, Any]:
@@ -83,21 +43,21 @@ class WorkerSettings:
         help="URL of the Redis-compatible store where the worker registers; without it no router finds it by itself",
         env="VLLM_PD_STORE",
         flag="--pd-store",
-        parse=_store_url,
+        parse=parsers.store_url,
         default="",
     )
     namespace: str = setting(
         help="name that separates clusters sharing one store",
         env="VLLM_PD_NAMESPACE",
         flag="--pd-namespace",
-        parse=_namespace,
+        parse=parsers.namespace,
         default="default",
     )
     advertise_url: str = setting(
         help="base URL under which routers reach this server; found from --host and --port if not given",
         env="VLLM_PD_ADVERTISE_URL",
         flag="--pd-advertise-url",
-        parse=_advertise_url,
+        parse=parsers.base_url,
         default="",
     )
     cpu_gib: float = setting(
@@ -153,27 +113,6 @@ class WorkerSettings:
             for name in layered.settings_of(WorkerSettings)
             if (value := getattr(self, name)) not in ("", {}, 0.0)
         }
-
-
-def read_file(path: str) -> dict[str, Any]:
-    """Read a YAML settings file.
-
-    Raises:
-        SettingsError: it cannot be read, is not YAML, or is not a mapping.
-    """
-    try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as e:
-        raise SettingsError(f"The settings file {path} cannot be read ({e.strerror}); check --pd-config.") from None
-    except (yaml.YAMLError, ValueError) as e:
-        # ValueError: bytes that are no UTF-8.
-        detail = " ".join(str(e).split())
-        raise SettingsError(f"The settings file {path} is not valid YAML: {detail}.") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise SettingsError(f"The settings file {path} must hold keys and values such as 'role: prefill'.")
-    return data
 
 
 def load_worker_settings(

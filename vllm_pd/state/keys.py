@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vllm_pd.errors import SettingsError
 from vllm_pd.state.base import PoolId, WorkerId
 
-_NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def check_namespace(namespace: str) -> str:
@@ -21,7 +21,7 @@ def check_namespace(namespace: str) -> str:
     Raises:
         SettingsError: it is empty, too long, or has a character that could end a hash tag or a key part.
     """
-    if not _NAMESPACE.fullmatch(namespace):
+    if not NAMESPACE.fullmatch(namespace):
         raise SettingsError(
             f"The namespace must be 1 to 64 letters, digits, '_', '.' or '-', got {namespace!r}; change --pd-namespace."
         )

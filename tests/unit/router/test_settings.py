@@ -6,8 +6,9 @@ import pytest
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import settings_of
-from vllm_pd.router.settings import RouterSettings, load, read_file
+from vllm_pd.router.settings import RouterSettings, load
 from vllm_pd.router.static_probe import StaticWorker
+from vllm_pd.settings_file import read_file
 from vllm_pd.state import Role
 
 STORE = {"store": "redis://h:6379"}
@@ -87,7 +88,7 @@ def test_unusable_file_says_why(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "router.yaml"
     path.write_text(text)
     with pytest.raises(SettingsError, match=words):
-        read_file(str(path))
+        read_file(str(path), flag="--config", example="port: 8080")
     path.unlink()
     with pytest.raises(SettingsError, match="cannot be read"):
-        read_file(str(path))
+        read_file(str(path), flag="--config", example="port: 8080")

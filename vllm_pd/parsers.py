@@ -1,0 +1,48 @@
+"""Values that both worker and router settings have: how each is read, in one place.
+
+Like the parsers of `layered`, each raises ValueError with a phrase that completes "NAME ...".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm_pd import layered
+from vllm_pd.state.keys import NAMESPACE
+
+STORE_SCHEMES = ("redis", "rediss", "unix")
+
+
+def store_url(raw: Any) -> layered.SecretUrl:
+    """URL of a Redis-compatible store."""
+    url = layered.text(raw)
+    if urlsplit(url).scheme not in STORE_SCHEMES:
+        raise ValueError(
+            f"must be a URL with one of the schemes {', '.join(STORE_SCHEMES)} (for example redis://host:6379), "
+            f"got {layered.redact(url)!r}"
+        )
+    return layered.SecretUrl(url)
+
+
+def namespace(raw: Any) -> str:
+    """Name of a cluster, part of every key of the store."""
+    name = layered.text(raw)
+    if not NAMESPACE.fullmatch(name):
+        raise ValueError(f"must be 1 to 64 letters, digits, dots, dashes or underscores, got {name!r}")
+    return name
+
+
+def base_url(raw: Any) -> str:
+    """Base URL of a worker, without a trailing slash. It names the worker in metrics and logs: no user, no password."""
+    url = layered.text(raw).rstrip("/")
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+        valid = valid and "@" not in parts.netloc
+        _ = parts.port
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT without a user, got {layered.redact(url)!r}")
+    return url
