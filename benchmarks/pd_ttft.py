@@ -4,34 +4,41 @@
     python -m benchmarks.pd_ttft --quick          # tiny model only, under two minutes
     python -m benchmarks.pd_ttft --json           # one JSON object on stdout
 
-Three servers run side by side: a prefill and a decode worker behind a router, and a plain `vllm serve`, each on one
-core. Every prompt is new (no cache hit anywhere) and is asked of both, in alternating order; a streamed request is
-timed from the moment it is sent to its first token. The ratio is the median over the pairs, so that a machine that
-drifts drifts for both. The first hand-off between two workers, which sets up the connection, is a warm-up and is
-reported apart.
+A prefill and a decode worker behind a router, and a plain `vllm serve`, are all up, each model bound to one core. Idle
+vLLM servers poll, which on two cores slows whoever is measured, so those that are not asked are stopped (SIGSTOP)
+meanwhile. Every prompt is new (no cache hit anywhere) and is asked of both sides, in rounds that alternate; a streamed
+request is timed from the moment it is sent to its first token. The ratio is the median over the pairs, so that a
+machine that drifts drifts for both. The first hand-off between two workers, which sets up the connection, is reported
+apart.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from benchmarks.common import Report, Target, parse_arguments, progress
 from scripts.models import smollm2_dir, tiny_model_dir
-from vllm_pd.graph.local import LocalCluster
+from vllm_pd.graph.local import LocalCluster, LocalWorker
 
 MODEL = "m"
 REQUEST_DEADLINE_S = 120.0
 VOCABULARY = range(300, 2000)
 TARGET_TOKENS = 1500
+ROUND = 5
+"""Prompts asked of one side before the other's turn."""
+SETTLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,49 +70,84 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(case: Case, model: Path, report: Report) -> None:
     """Start the servers, measure, and add rows and a target to the report."""
     progress(f"{case.name}: starting three vLLM servers")
-    rng = random.Random(7)
     with LocalCluster(
         model=model, prefill=1, decode=1, plain=1, max_model_len=2048, kv_blocks=128,
-        worker_args=("--served-model-name", MODEL),
+        worker_args=("--served-model-name", MODEL), env={"VLLM_PD_LEASE_S": "600"},
     ) as cluster:  # fmt: skip
-        plain, ours = cluster.of_role(None)[0].url, cluster.router_url
-        first = time_to_first_token(ours, prompt(rng, max(case.lengths)))
-        for _ in range(2):
-            time_to_first_token(ours, prompt(rng, max(case.lengths)))
-            time_to_first_token(plain, prompt(rng, max(case.lengths)))
-        decode = cluster.worker("decode-0")
-        for length in case.lengths:
-            progress(f"{case.name}: {length} tokens")
-            computed = decode.metrics().value("vllm:prompt_tokens_by_source_total", source="local_compute")
-            pairs = [pair(plain, ours, prompt(rng, length), swap=n % 2 == 1) for n in range(case.pairs)]
-            computed = decode.metrics().value("vllm:prompt_tokens_by_source_total", source="local_compute") - computed
-            alone, split = [p[0] for p in pairs], [p[1] for p in pairs]
-            ratio = statistics.median(b / a for a, b in pairs)
-            report.results.append(
-                {
-                    "model": case.name,
-                    "tokens": length,
-                    "pairs": case.pairs,
-                    "plain p50 ms": round(statistics.median(alone) * 1e3, 1),
-                    "P/D p50 ms": round(statistics.median(split) * 1e3, 1),
-                    "P/D max ms": round(max(split) * 1e3, 1),
-                    "ratio p50": round(ratio, 3),
-                    "first ever ms": round(first * 1e3, 1),
-                    "computed by decode": int(computed),
-                }
-            )
-            if length == TARGET_TOKENS:
-                report.targets.append(
-                    Target.at_most(f"{case.name}: TTFT ratio at {length} tokens", round(ratio, 3), case.target)
-                )
+        plain, decode = cluster.of_role(None)[0], cluster.worker("decode-0")
+        sides = (Side(plain.url, [plain]), Side(cluster.router_url, [cluster.worker("prefill-0"), decode]))
+        with ExitStack() as at_the_end:
+            for side in sides:
+                side.pause()
+                at_the_end.callback(side.wake)
+            measure(case, *sides, report)
+        own = decode.metrics().value("vllm:prompt_tokens_by_source_total", source="local_compute")
+        report.notes.append(f"{case.name}: the decode worker computed {int(own)} prompt tokens itself in all.")
 
 
-def pair(plain: str, ours: str, ids: list[int], *, swap: bool) -> tuple[float, float]:
-    """(plain, P/D) seconds for one prompt, asked of P/D first if `swap`."""
-    if swap:
-        split = time_to_first_token(ours, ids)
-        return time_to_first_token(plain, ids), split
-    return time_to_first_token(plain, ids), time_to_first_token(ours, ids)
+def measure(case: Case, plain: Side, split: Side, report: Report) -> None:
+    """Ask both sides the same new prompts, in rounds."""
+    rng = random.Random(7)
+    longest = max(case.lengths)
+    first = [side.ask([prompt(rng, longest) for _ in range(4)]) for side in (plain, split)][1][0]
+    for length in case.lengths:
+        progress(f"{case.name}: {length} tokens")
+        alone: list[float] = []
+        both: list[float] = []
+        for start in range(0, case.pairs, ROUND):
+            prompts = [prompt(rng, length) for _ in range(min(ROUND, case.pairs - start))]
+            alone += plain.ask(prompts)
+            both += split.ask(prompts)
+        ratio = round(statistics.median(b / a for a, b in zip(alone, both, strict=True)), 3)
+        report.results.append(
+            {
+                "model": case.name,
+                "tokens": length,
+                "pairs": case.pairs,
+                "plain p50 ms": _ms(statistics.median(alone)),
+                "plain max ms": _ms(max(alone)),
+                "P/D p50 ms": _ms(statistics.median(both)),
+                "P/D max ms": _ms(max(both)),
+                "ratio p50": ratio,
+                "first ever P/D ms": _ms(first),
+            }
+        )
+        if length == TARGET_TOKENS:
+            report.targets.append(Target.at_most(f"{case.name}: TTFT ratio at {length} tokens", ratio, case.target))
+
+
+class Side:
+    """An endpoint and the servers behind it, which are stopped while the other side is measured."""
+
+    def __init__(self, url: str, workers: Sequence[LocalWorker]) -> None:
+        self._url = url
+        self._workers = workers
+
+    def ask(self, prompts: Sequence[list[int]]) -> list[float]:
+        """Seconds to the first token of each prompt, one after the other."""
+        self.wake()
+        # A moment to catch up with their clocks.
+        time.sleep(SETTLE_S)
+        try:
+            return [time_to_first_token(self._url, ids) for ids in prompts]
+        finally:
+            self.pause()
+
+    def pause(self) -> None:
+        """Stop them where they are."""
+        self._send(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Let them go on."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            os.killpg(worker.process.pid, number)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 1)
 
 
 def prompt(rng: random.Random, tokens: int) -> list[int]:
