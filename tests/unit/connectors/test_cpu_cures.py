@@ -1,8 +1,10 @@
-"""The two cures reach NIXL's real bindings on the CPU platform, end with the block, and touch nothing elsewhere."""
+"""The cures reach NIXL's real bindings on the CPU platform, end with the block, and touch nothing elsewhere."""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,8 +54,8 @@ def test_an_agent_made_inside_has_a_patient_progress_thread(
 def test_a_delay_that_somebody_chose_is_kept() -> None:
     seen = []
     bindings = cpu_cures._PatientBindings(SimpleNamespace(nixlAgent=lambda name, config: seen.append(config.pthrDelay)))
-    bindings.nixlAgent("a", SimpleNamespace(pthrDelay=50))
-    assert seen == [50]
+    bindings.nixlAgent("a", SimpleNamespace(pthrDelay=7))
+    assert seen == [7]
 
 
 def test_no_core_is_offered_for_pinning_inside_and_all_is_undone_even_after_an_error(on_cpu: None, api: Any) -> None:
@@ -71,3 +73,25 @@ def test_on_an_accelerator_nothing_is_touched(api: Any, monkeypatch: pytest.Monk
     before = api.nixlBind, compat.CpuPlatform.__dict__["discover_numa_topology"]
     with calm_nixl():
         assert (api.nixlBind, compat.CpuPlatform.__dict__["discover_numa_topology"]) == before
+
+
+def test_threads_started_within_get_the_cores_of_the_engine_process_and_the_main_thread_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    everything = os.sched_getaffinity(0)
+    if len(everything) < 2:
+        pytest.skip("needs two cores")
+    own = {min(everything)}
+    real = os.sched_getaffinity
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: everything if pid == os.getppid() else real(pid))
+    os.sched_setaffinity(0, own)
+    seen: list[set[int]] = []
+    try:
+        with calm_nixl():
+            thread = threading.Thread(target=lambda: seen.append(real(0)))
+            thread.start()
+            thread.join()
+        assert seen == [everything]
+        assert real(0) == own
+    finally:
+        os.sched_setaffinity(0, everything)
