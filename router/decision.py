@@ -118,20 +118,3 @@ def bypass_by_cluster(facts: ClusterFacts) -> Reason | None:
 def bypass_by_length(prompt_tokens: int | None, block_size: int) -> Reason | None:
     """A prompt known to be under one block has no full block to hand over. Unknown (None) counts as long."""
     return Reason.SHORT if prompt_tokens is not None and prompt_tokens < block_size else None
-
-
-def decide(
-    fields: RequestFields | None,
-    kind: PromptKind | None,
-    facts: ClusterFacts,
-    *,
-    prompt_tokens: int | None,
-    block_size: int,
-) -> Reason:
-    """All rules in order."""
-    return (
-        bypass_by_request(fields, kind)
-        or bypass_by_cluster(facts)
-        or bypass_by_length(prompt_tokens, block_size)
-        or Reason.SPLIT
-    )

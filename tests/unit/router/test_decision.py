@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from vllm_pd.router.decision import ClusterFacts, PromptKind, Reason, bypass_by_length, decide
+from vllm_pd.router.decision import (
+    ClusterFacts,
+    PromptKind,
+    Reason,
+    bypass_by_cluster,
+    bypass_by_length,
+    bypass_by_request,
+)
 from vllm_pd.router.request_fields import read_fields
 
 FULL = ClusterFacts(prefill_alive=True, can_transfer=True)
@@ -17,7 +24,12 @@ def reason(
     body: Any, kind: PromptKind | None = PromptKind.COMPLETION, facts: ClusterFacts = FULL, tokens: int | None = None
 ) -> Reason:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return decide(read_fields(raw), kind, facts, prompt_tokens=tokens, block_size=32)
+    return (
+        bypass_by_request(read_fields(raw), kind)
+        or bypass_by_cluster(facts)
+        or bypass_by_length(tokens, 32)
+        or Reason.SPLIT
+    )
 
 
 @pytest.mark.parametrize(
