@@ -54,17 +54,17 @@ class PDConnector(MultiConnector):
                 "The pd connector shares KV blocks by their prefix hash, and prefix caching is off for this model; "
                 "turn it on with --enable-prefix-caching or serve without --kv-connector pd."
             )
-        register_specs()
         expanded = copy.copy(vllm_config)
         expanded.kv_transfer_config = expand(vllm_config.kv_transfer_config, model_identity(vllm_config))
+        nixl = _index_of_nixl(expanded.kv_transfer_config)
         if role is KVConnectorRole.SCHEDULER and side_channel.PORT_ENV not in os.environ:
             # Started from Python, without `vllm serve`: nobody has chosen a side channel yet.
             rank = vllm_config.parallel_config.data_parallel_index
             side_channel.ensure((), first_rank=rank)
-        with calm_nixl() if _index_of_nixl(expanded.kv_transfer_config) is not None else nullcontext():
+        with calm_nixl() if nixl is not None else nullcontext():
             super().__init__(expanded, role, kv_cache_config)
         self._lease = HandoffLease(_lease_duration(expanded.kv_transfer_config))
-        self._nixl = _index_of_nixl(expanded.kv_transfer_config)
+        self._nixl = nixl
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
