@@ -10,16 +10,15 @@ from urllib.parse import urlsplit
 
 from vllm_pd import layered
 from vllm_pd.state.keys import NAMESPACE
-
-STORE_SCHEMES = ("redis", "rediss", "unix")
+from vllm_pd.state.open_registry import REDIS_SCHEMES
 
 
 def store_url(raw: Any) -> layered.SecretUrl:
     """URL of a Redis-compatible store."""
     url = layered.text(raw)
-    if urlsplit(url).scheme not in STORE_SCHEMES:
+    if urlsplit(url).scheme not in REDIS_SCHEMES:
         raise ValueError(
-            f"must be a URL with one of the schemes {', '.join(STORE_SCHEMES)} (for example redis://host:6379), "
+            f"must be a URL with one of the schemes {', '.join(REDIS_SCHEMES)} (for example redis://host:6379), "
             f"got {layered.redact(url)!r}"
         )
     return layered.SecretUrl(url)

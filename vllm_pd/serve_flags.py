@@ -17,6 +17,7 @@ from vllm_pd.settings import (
     CONNECTOR,
     KV_ROLES,
     WorkerSettings,
+    json_layer,
     load_worker_settings,
 )
 from vllm_pd.settings_file import read_file
@@ -253,10 +254,7 @@ def settings_from_json(config: Any, request: Request) -> WorkerSettings:
 
     `kv_role` counts as the role when `kv_connector_extra_config` names none.
     """
-    known = list(layered.settings_of(WorkerSettings))
-    data = layered.check_keys(config.kv_connector_extra_config, known, "kv_connector_extra_config")
-    if config.kv_role in KV_ROLES and config.kv_role != "kv_both":
-        data.setdefault("role", KV_ROLES[config.kv_role])
+    data = json_layer(config.kv_connector_extra_config, config.kv_role)
     return load_worker_settings(
         flags=data, environ=request.environ, file=request.file, file_name=request.file_name
     ).value

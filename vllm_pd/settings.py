@@ -149,21 +149,30 @@ def check(settings: WorkerSettings) -> None:
         raise SettingsError(f"nixl and offload options cannot set {', '.join(sorted(overlap))}; remove it.")
 
 
-def from_extra_config(extra: Mapping[str, Any], *, kv_role: str | None = None) -> WorkerSettings:
-    """Settings given as JSON in `--kv-transfer-config`.
+KV_ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
+"""vLLM's names for the roles."""
+
+
+def json_layer(extra: Mapping[str, Any], kv_role: str | None) -> dict[str, Any]:
+    """The settings in `kv_connector_extra_config`, by field name.
 
     Args:
-        extra: `kv_connector_extra_config`; same keys as the file.
-        kv_role: vLLM's own role field, used when `role` is not among the keys.
+        kv_role: vLLM's own role field; unless it is `kv_both`, it names the role when `extra` does not.
+
+    Raises:
+        SettingsError: unknown key.
+    """
+    known = list(layered.settings_of(WorkerSettings))
+    data = layered.check_keys(extra, known, "kv_connector_extra_config")
+    if kv_role in KV_ROLES and kv_role != "kv_both":
+        data.setdefault("role", KV_ROLES[kv_role])
+    return data
+
+
+def from_extra_config(extra: Mapping[str, Any], *, kv_role: str | None = None) -> WorkerSettings:
+    """Settings given as JSON in `--kv-transfer-config`; see `json_layer`.
 
     Raises:
         SettingsError: unknown key, bad value or bad combination.
     """
-    data = dict(extra)
-    if "role" not in {layered.normalise_key(str(k)) for k in data} and kv_role in KV_ROLES:
-        data["role"] = str(KV_ROLES[kv_role])
-    return load_worker_settings(file=data, file_name="kv_connector_extra_config").value
-
-
-KV_ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
-"""vLLM's names for the roles."""
+    return load_worker_settings(file=json_layer(extra, kv_role), file_name="kv_connector_extra_config").value

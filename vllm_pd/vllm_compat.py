@@ -159,13 +159,6 @@ INTERNALS: tuple[Internal, ...] = (
     ),
     Internal("NixlWrapper", "vllm.distributed.nixl_utils", "NixlWrapper", (), "NIXL's agent class as vLLM imports it"),
     Internal(
-        "get_ip",
-        "vllm.utils.network_utils",
-        "get_ip",
-        ("__call__()",),
-        "address to advertise when serving on all interfaces",
-    ),
-    Internal(
         "async_llm",
         "vllm.v1.engine",
         "async_llm",

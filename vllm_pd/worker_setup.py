@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vllm_pd import side_channel
 from vllm_pd import vllm_compat as compat
+from vllm_pd.agent.identity import own_ip
 from vllm_pd.settings import WorkerSettings
 from vllm_pd.side_channel import SideChannel
 from vllm_pd.transfer_config import nixl_installed
@@ -78,7 +80,7 @@ def _side_channel(settings: WorkerSettings, engine_args: Any, args: argparse.Nam
         if engine_args.data_parallel_rank is not None
         else (engine_args.data_parallel_size_local or engine_args.data_parallel_size)
     )
-    return side_channel.ensure((advertised, served, compat.get_ip()), first_rank=first, ranks=ranks)
+    return side_channel.ensure((advertised, served, own_ip(os.environ)), first_rank=first, ranks=ranks)
 
 
 def _runtime_config(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from vllm_pd import parsers
 from vllm_pd.errors import SettingsError
 from vllm_pd.state.base import Epoch, PoolSpec, WorkerId
 
@@ -31,6 +33,11 @@ def local_ip() -> str:
     return "127.0.0.1"
 
 
+def own_ip(environ: Mapping[str, str]) -> str:
+    """The address at which other hosts reach this machine: vLLM's own variable for it, else what `local_ip` finds."""
+    return environ.get("VLLM_HOST_IP") or local_ip()
+
+
 def advertise_url(
     host: str | None, port: int, *, uds: str | None = None, tls: bool = False, explicit: str = "", host_ip: str = ""
 ) -> str:
@@ -45,7 +52,10 @@ def advertise_url(
         SettingsError: `explicit` is malformed, or nothing can be derived from what the server binds.
     """
     if explicit:
-        return _checked(explicit)
+        try:
+            return parsers.base_url(explicit)
+        except ValueError as e:
+            raise SettingsError(f"--pd-advertise-url {e}.") from None
     if uds:
         raise SettingsError("A server on a Unix socket has no URL of its own; set --pd-advertise-url.")
     if not port:
@@ -89,18 +99,3 @@ def pool_spec(vllm_config: Any, vllm_version: str) -> PoolSpec:
         hash_algo=str(cache.prefix_caching_hash_algo),
         engine=vllm_version,
     )
-
-
-def _checked(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in _DEFAULT_PORTS and bool(parts.hostname) and not (parts.query or parts.fragment)
-        valid = valid and "@" not in parts.netloc
-        _ = parts.port
-    except ValueError:
-        valid = False
-    if not valid:
-        raise SettingsError(
-            "--pd-advertise-url must be http://HOST:PORT or https://HOST:PORT without user, query or fragment."
-        )
-    return url.rstrip("/")

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from vllm_pd.agent.identity import advertise_url
+from vllm_pd.agent.identity import advertise_url, own_ip
+from vllm_pd.settings import DEFAULT_LEASE_S
 from vllm_pd.state.base import Role
 from vllm_pd.state.keys import check_namespace
-
-DEFAULT_LEASE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +59,7 @@ class RuntimeConfig:
             uds=self.uds,
             tls=self.tls,
             explicit=self.advertise_url,
-            # vLLM's own variable for "the address of this machine".
-            host_ip=os.environ.get("VLLM_HOST_IP", ""),
+            host_ip=own_ip(os.environ),
         )
 
 

@@ -7,7 +7,7 @@ from vllm_pd.layered import nearest, redact
 from vllm_pd.state.base import Registry
 from vllm_pd.state.memory_registry import MemoryRegistry, MemoryStore
 
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
+REDIS_SCHEMES = ("redis", "rediss", "unix")
 _memory_stores: dict[str, MemoryStore] = {}
 
 
@@ -23,7 +23,7 @@ def open_registry(url: str, namespace: str, *, timeout_s: float = 0.5) -> Regist
         SettingsError: unknown scheme, malformed URL, or a namespace that cannot be part of a key.
     """
     scheme, separator, name = url.partition("://")
-    known = [*_REDIS_SCHEMES, "memory"]
+    known = [*REDIS_SCHEMES, "memory"]
     if not separator or scheme not in known:
         raise SettingsError(
             f"The store URL {redact(url)!r} must begin with one of {', '.join(f'{s}://' for s in known)}"
