@@ -10,6 +10,8 @@ ROOMS = {
     "vllm_pd": "vllm_pd",
     "vllm_pd.agent": "vllm_pd/agent",
     "vllm_pd.graph": "vllm_pd/graph",
+    "vllm_pd.routing": "vllm_pd/routing",
+    "vllm_pd.sim": "vllm_pd/sim",
     "vllm_pd.state": "vllm_pd/state",
     "vllm_pd.connectors": "connectors",
     "vllm_pd.kv_offload": "kv_offload",

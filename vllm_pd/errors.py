@@ -13,5 +13,9 @@ class StoreError(PDError):
     """The store (Redis) did not answer in time or answered with an error; nothing was lost."""
 
 
+class IndexLost(StoreError):
+    """The store no longer holds what this writer wrote to the block index; it must be announced again."""
+
+
 class UnsupportedVLLMError(PDError):
     """The installed vLLM lacks an internal that vllm-pd needs; the message names the supported versions."""

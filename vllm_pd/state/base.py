@@ -57,6 +57,8 @@ class PoolSpec:
     hash_algo: str
     engine: str
     """Version of vLLM: NIXL's handshake refuses a peer of another version."""
+    hash_seed: str = ""
+    """PYTHONHASHSEED of the workers where it is set: vLLM derives the hash of "no parent block" from it."""
 
     @property
     def id(self) -> PoolId:
@@ -75,6 +77,8 @@ class WorkerRecord:
     role: Role
     models: tuple[str, ...]
     """Names it answers to: served model names first, then LoRA adapters."""
+    loras: tuple[str, ...] = ()
+    """Those of `models` that are LoRA adapters: their name is part of every block hash."""
     engine_id: str = ""
     nixl_host: str = ""
     """Empty when the worker cannot hand KV over (NIXL off)."""
