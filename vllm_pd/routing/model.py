@@ -1,4 +1,4 @@
-"""What a choice looks at. Times are seconds, lengths are tokens, blocks are whole KV blocks of the pool's block size."""
+"""What a choice looks at. Times are seconds, lengths are tokens, blocks are whole KV blocks of the pool."""
 
 from __future__ import annotations
 

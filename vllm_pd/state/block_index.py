@@ -52,7 +52,7 @@ class BlockChange:
     Attributes:
         seq: 1 for the first change of an epoch, then one more each.
         cleared: nothing of before is held any more; applied before `blocks`.
-        blocks: tier bits (0: no longer held) -> packed keys of the blocks for which exactly these bits hold from now on.
+        blocks: tier bits (0: no longer held) -> packed keys of the blocks for which exactly these bits hold now.
     """
 
     seq: int
