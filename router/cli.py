@@ -35,6 +35,9 @@ without dashes in front ("workers" for --worker, a list). Order: flag, environme
 """
 
 
+_LIST_METAVARS = {"workers": "URL=ROLE", "weights": "NAME=VALUE"}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _fail(f"{message}; see {self.prog} --help.")
@@ -59,12 +62,13 @@ def build_parser() -> argparse.ArgumentParser:
     defaults = RouterSettings()
     for name, spec in settings_of(RouterSettings).items():
         default = getattr(defaults, name)
-        shown = f" (default: {default})" if default not in ("", (), False) else ""
+        shown = "on" if default is True else default
+        shown = f" (default: {shown})" if shown not in ("", (), False) else ""
         options: dict[str, Any] = {"dest": name, "default": None, "help": f"{spec.help}{shown} [{spec.env}]"}
-        if isinstance(default, bool):
+        if default is False:
             options["action"] = "store_true"
         elif isinstance(default, tuple):
-            options.update(action="append", metavar="URL=ROLE")
+            options.update(action="append", metavar=_LIST_METAVARS[name])
         else:
             options["metavar"] = name.upper()
         parser.add_argument(spec.flag, **options)

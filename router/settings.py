@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm_pd import layered, parsers
@@ -13,6 +15,18 @@ from vllm_pd.router.static_probe import StaticWorker
 from vllm_pd.state.base import Role
 
 MIB = 1 << 20
+DEFAULT_POLICY = "predicted"
+POLICIES = (
+    "predicted",
+    "least-loaded",
+    "round-robin",
+    "prefix",
+    "dynamo-v0.1",
+    "dynamo-v0.4",
+    "dynamo-v1",
+    "llm-d",
+)
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]{1,64}")
 
 _seconds = layered.number(0, exclusive=True, high=86400)
 
@@ -50,6 +64,34 @@ def _static_workers(raw: Any) -> tuple[StaticWorker, ...]:
     if len({worker.id for worker in workers}) != len(workers):
         raise ValueError("names one host and port twice; keep one role for each")
     return workers
+
+
+def _weights(raw: Any) -> tuple[tuple[str, float], ...]:
+    """A list of `NAME=VALUE`, a text of them separated by commas or spaces, or a mapping of name to value."""
+    if isinstance(raw, Mapping):
+        items: list[tuple[str, Any]] = [(str(name), value) for name, value in raw.items()]
+    else:
+        texts = raw.replace(",", " ").split() if isinstance(raw, str) else list(raw)
+        items = [(str(name), value) for name, _, value in (layered.text(item).partition("=") for item in texts)]
+    parse = layered.number(0, high=1e6)
+    try:
+        return tuple((name, parse(value)) for name, value in items)
+    except ValueError:
+        raise ValueError(f"must be NAME=VALUE with values of at least 0, got {raw!r}") from None
+
+
+def _header_name(raw: Any) -> str:
+    name = layered.text(raw).lower()
+    if not _HEADER_NAME.fullmatch(name):
+        raise ValueError(f"must be the name of a header, got {raw!r}")
+    return name
+
+
+def _existing_path(raw: Any) -> str:
+    path = layered.text(raw)
+    if not Path(path).exists():
+        raise ValueError(f"must be a file or folder that exists, got {path!r}")
+    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +132,83 @@ class RouterSettings:
         flag="--worker",
         parse=_static_workers,
         default=(),
+    )
+    policy: str = setting(
+        help=f"how a worker is chosen: {', '.join(POLICIES)}",
+        env="VLLM_PD_ROUTER_POLICY",
+        flag="--policy",
+        parse=layered.choice(*POLICIES),
+        default=DEFAULT_POLICY,
+    )
+    weights: tuple[tuple[str, float], ...] = setting(
+        help="a weight of the policy, as NAME=VALUE; repeat for more",
+        env="VLLM_PD_ROUTER_WEIGHTS",
+        flag="--weight",
+        parse=_weights,
+        default=(),
+    )
+    temperature: float = setting(
+        help="0 takes the best worker; higher values spread requests over nearly equal ones",
+        env="VLLM_PD_ROUTER_TEMPERATURE",
+        flag="--temperature",
+        parse=layered.number(0, high=1000),
+        default=0.0,
+    )
+    seed: int = setting(
+        help="makes what --temperature does repeatable; -1 takes another seed at every start",
+        env="VLLM_PD_ROUTER_SEED",
+        flag="--seed",
+        parse=layered.integer(-1, 2**53),
+        default=-1,
+    )
+    allow_overrides: bool = setting(
+        help="whether the headers x-vllm-pd-policy and x-vllm-pd-temperature of a request are obeyed: on or off",
+        env="VLLM_PD_ROUTER_ALLOW_OVERRIDES",
+        flag="--allow-overrides",
+        parse=layered.boolean,
+        default=True,
+    )
+    session_header: str = setting(
+        help="header that names a client's session, which then stays on one worker where the policy allows",
+        env="VLLM_PD_ROUTER_SESSION_HEADER",
+        flag="--session-header",
+        parse=_header_name,
+        default="x-vllm-pd-session",
+    )
+    session_ttl: float = setting(
+        help="seconds after a session's last request until its worker is forgotten",
+        env="VLLM_PD_ROUTER_SESSION_TTL",
+        flag="--session-ttl",
+        parse=_seconds,
+        default=1800.0,
+    )
+    index: bool = setting(
+        help="whether prompts are looked up in the store's block index: on or off",
+        env="VLLM_PD_ROUTER_INDEX",
+        flag="--index",
+        parse=layered.boolean,
+        default=True,
+    )
+    serve_before_index: bool = setting(
+        help="be ready at once after a start, and route by load alone until the block index is loaded",
+        env="VLLM_PD_ROUTER_SERVE_BEFORE_INDEX",
+        flag="--serve-before-index",
+        parse=layered.boolean,
+        default=False,
+    )
+    tokenizer: str = setting(
+        help="folder or tokenizer.json of the model, instead of the one that its workers publish",
+        env="VLLM_PD_ROUTER_TOKENIZER",
+        flag="--tokenizer",
+        parse=_existing_path,
+        default="",
+    )
+    max_local_prefill_tokens: int = setting(
+        help="prompts of which a decode worker lacks at most this many tokens are prefilled there",
+        env="VLLM_PD_ROUTER_MAX_LOCAL_PREFILL_TOKENS",
+        flag="--max-local-prefill-tokens",
+        parse=layered.integer(0),
+        default=0,
     )
     worker_api_key: str = setting(
         help="key that the workers ask for (their --api-key); better set by its environment variable",
