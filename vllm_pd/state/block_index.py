@@ -12,9 +12,9 @@ Rules that every implementation keeps:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from vllm_pd.state.base import Epoch, PoolId, WorkerId
 
@@ -33,9 +33,11 @@ class Tier(IntFlag):
     SSD = 4
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Holder:
-    """One KV cache: an engine (data-parallel rank) of a worker."""
+class Holder(NamedTuple):
+    """One KV cache: an engine (data-parallel rank) of a worker.
+
+    A tuple, because routers use it as a key per candidate and decision: it hashes five times as fast as a dataclass.
+    """
 
     worker: WorkerId
     rank: int = 0
@@ -71,13 +73,29 @@ class StreamEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Digest:
+    """What two sets of blocks are compared by."""
+
+    blocks: int
+    xor: int
+    """XOR of all keys, each read as a little-endian number."""
+
+
+@dataclass(frozen=True, slots=True)
 class HeldBlocks:
-    """A cache's whole content as of change `seq`, or later: the changes after `seq` must still be applied."""
+    """A cache's whole content as of change `seq`, or later: the changes after `seq` must still be applied.
+
+    A block that changed while this was read may be missing, or be there with two values; the change settles it.
+    """
 
     epoch: Epoch
     seq: int
     blocks: Mapping[int, Packed]
     """Tier bits (never 0) -> packed keys."""
+    stated: Mapping[int, Digest] = field(default_factory=dict)
+    """Tier bits -> what the writer said, at change `seq`, that the cache holds."""
+    settled: bool = True
+    """Whether nothing was written while this was read."""
 
 
 class BlockWriter(Protocol):
@@ -95,7 +113,8 @@ class BlockWriter(Protocol):
         """Clear, then state everything that is held, in changes of bounded size. Also the first call of an epoch."""
 
     async def renew(self, ttl_ms: int) -> None:
-        """Keep what was written for at least this long. Cheap enough for every heartbeat: the work is spread."""
+        """Keep what was written for at least this long (and at most twice as long). Cheap enough for every heartbeat:
+        only what would end soon is touched."""
 
     async def remove(self) -> None:
         """Forget this cache (a clear in the stream, then its keys). Idempotent."""
@@ -112,7 +131,12 @@ class BlockIndex(Protocol):
 
     async def read(self, pool: PoolId, after: Position, *, wait_ms: int, limit: int = 256) -> Sequence[StreamEntry]:
         """Entries after a position, oldest first; waits up to `wait_ms` for the first. Unreadable entries are skipped
-        and counted. Entries that the bounded stream has dropped show as a gap in `seq`."""
+        and counted. A gap in a cache's `seq` means that changes were lost, unless the later one is `cleared`.
+
+        Raises:
+            IndexLost: the stream does not go on from `after`: it has dropped entries that the caller has not seen, or
+                the store came back without them. Start over with `tail`, then `held` of every cache.
+        """
 
     async def held(self, pool: PoolId, holder: Holder, epoch: Epoch) -> HeldBlocks | None:
         """What a cache holds, or None when this epoch of it wrote nothing (or it has ended)."""
@@ -121,7 +145,8 @@ class BlockIndex(Protocol):
         """Sizes, for people."""
 
     async def clear(self, pool: PoolId) -> int:
-        """Remove every key of the pool's index (not of its registry); returns how many. Agents announce again."""
+        """Remove every key of the pool's index (not of its registry); returns how many. Writers notice at their next
+        call (`IndexLost`) and announce again."""
 
     async def close(self) -> None:
         """Release connections. Idempotent."""
