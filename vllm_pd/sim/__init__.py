@@ -1,1 +1,1 @@
-"""Modelled workers in virtual time, for sizing clusters, and behind a real API, for tests and load."""
+"""Modelled engines: a trace simulator for sizing a cluster and comparing policies, and a mock worker for tests and load."""
