@@ -95,6 +95,17 @@ class PrefixIndex:
         """The cache holds nothing any more. Costs its own blocks. Raises `KeyError` for an unknown one."""
         self._drop_blocks(self._caches[holder])
 
+    def drain(self, holder: Holder, limit: int) -> bool:
+        """A part of `clear`, for a cache too large to clear at once: whether it is empty now.
+
+        Lets go of at most `limit` of its blocks, none in particular. Raises `KeyError` for an unknown cache.
+        """
+        cache = self._caches[holder]
+        cut = max(0, len(cache.log) - limit * KEY_BYTES)
+        self._release(cache, cache.log[cut:])
+        del cache.log[cut:]
+        return not cache.log
+
     def apply(self, holder: Holder, blocks: Mapping[int, Packed]) -> None:
         """State the tier bits (0: gone) of some blocks. Applying it twice changes nothing.
 

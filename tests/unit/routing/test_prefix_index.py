@@ -232,3 +232,17 @@ def test_churn_leaves_no_more_than_what_is_held() -> None:
     for which in caches:
         index.clear(which)
     assert len(index) == 0
+
+
+def test_draining_a_cache_bit_by_bit_ends_as_clearing_it_does() -> None:
+    index = index_of({GPU: range(10), CPU: range(10, 14)}, {GPU: range(5)})
+    index.apply(holder(0), {0: pack([3]), GPU: pack([20])})
+    index.apply(holder(0), {GPU: pack([3])})
+    turns = 1
+    while not index.drain(holder(0), 4):
+        turns += 1
+    assert turns == 4
+    assert index.blocks(holder(0)) == 0
+    assert len(index) == 5
+    assert set(index.count(holder(0)).values()) == {0}
+    assert index.lookup([key(0)]) == {holder(1): Overlap(gpu=1)}
