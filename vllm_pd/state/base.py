@@ -79,6 +79,8 @@ class WorkerRecord:
     """Names it answers to: served model names first, then LoRA adapters."""
     loras: tuple[str, ...] = ()
     """Those of `models` that are LoRA adapters: their name is part of every block hash."""
+    lora_paths: tuple[str, ...] = ()
+    """Where this worker found each of `loras`, in their order; part of every block hash too."""
     engine_id: str = ""
     nixl_host: str = ""
     """Empty when the worker cannot hand KV over (NIXL off)."""
@@ -148,6 +150,18 @@ class TokenizerFiles:
     """tokenizer_config.json: special tokens and flags that the template and the tokenizer refer to."""
     chat_template: str = ""
     """Jinja source of the template the worker serves with; empty when the model has none."""
+    tool_template: str = ""
+    """The template for requests that bring tools; empty when it is the same one."""
+    content_format: str = ""
+    """How the worker hands messages to the template: `string`, `openai` (lists of parts); empty when not known."""
+    tool_content_format: str = ""
+    """The same for `tool_template`."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Names under which templates read special tokens; if empty, they are taken from `tokenizer_config`."""
+    template_kwargs: str = ""
+    """JSON of the worker's `--default-chat-template-kwargs`; empty when it has none."""
+    drops_unused_tools: bool = False
+    """The worker keeps tools out of the prompt when `tool_choice` is "none"."""
 
     @property
     def sha(self) -> str:
