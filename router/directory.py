@@ -43,6 +43,8 @@ class Directory:
 
     def __init__(self, clock: Callable[[], float], *, store_configured: bool) -> None:
         self.store = StoreStatus(store_configured)
+        self.generation = 0
+        """Grows when a worker joins, leaves or starts anew."""
         self._clock = clock
         self._workers: dict[WorkerId, Worker] = {}
         self._pools: dict[PoolId, tuple[Worker, ...]] = {}
@@ -149,15 +151,19 @@ class Directory:
             known = self._workers.get(key)
             if known is None:
                 self._workers[key] = Worker(state, source, now)
+                self.generation += 1
                 _log.info("worker %s joined: %s of %s", key, state.record.role, state.record.pool.model)
             elif known.source is source or source is Source.STORE:
                 # A worker that is also named statically says more about itself through the store.
+                if known.source is not source or known.record.epoch != state.record.epoch:
+                    self.generation += 1
                 known.source = source
                 known.update(state, now)
         self._index()
 
     def _remove(self, worker: Worker) -> None:
         del self._workers[worker.id]
+        self.generation += 1
         self._keep_until.pop(worker.id, None)
         _log.info("worker %s left", worker.id)
 
