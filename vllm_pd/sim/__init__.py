@@ -1,1 +1,1 @@
-"""Modelled engines: a trace simulator for sizing a cluster and comparing policies, and a mock worker for tests and load."""
+"""Modelled workers in virtual time, to size clusters and compare policies, and behind a real API, for tests and load."""
