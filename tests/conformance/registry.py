@@ -1,12 +1,12 @@
-"""What every `Registry` must do. A test module subclasses `RegistryConformance` and provides the `harness` fixture."""
+"""What every `Registry` must do. A test module subclasses it; `harness` is a fixture."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 import pytest
 
+from tests.conformance.harness import Harness
 from vllm_pd.state import (
     Epoch,
     HeartbeatResult,
@@ -23,19 +23,6 @@ POOL = PoolSpec("tiny", "main", "bfloat16", "auto", "NHD", 32, "sha256_cbor", "0
 OTHER_POOL = dataclasses.replace(POOL, model="other")
 LEASE_MS = 60_000
 FILES = TokenizerFiles(b'{"version":"1.0"}', b'{"eos_token":"</s>"}', "{{ messages }}")
-
-
-class Harness(Protocol):
-    """One store under test."""
-
-    def registry(self, namespace: str = "test") -> Registry:
-        """A registry on the store; closed by the fixture."""
-
-    async def pass_time(self, ms: int) -> None:
-        """Return when the store's clock is at least `ms` further."""
-
-    async def lose_everything(self) -> None:
-        """Make the store forget all keys, as a restart without persistence does."""
 
 
 def worker(
@@ -69,7 +56,7 @@ async def live(registry: Registry) -> list[WorkerRecord]:
 
 
 class RegistryConformance:
-    """Inherit, and define a fixture `harness`."""
+    """Inherit where there is a fixture `harness`."""
 
     async def test_a_heartbeat_makes_the_whole_record_visible(self, harness: Harness) -> None:
         registry = harness.registry()

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 
 from vllm_pd.errors import SettingsError
-from vllm_pd.state.base import PoolId, WorkerId
+from vllm_pd.state.base import Epoch, PoolId, WorkerId
+from vllm_pd.state.block_index import Holder
 
 NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -26,6 +27,17 @@ def check_namespace(namespace: str) -> str:
             f"The namespace must be 1 to 64 letters, digits, '_', '.' or '-', got {namespace!r}; change --pd-namespace."
         )
     return namespace
+
+
+def cache_name(holder: Holder, epoch: Epoch) -> str:
+    """A cache of one worker start, as part of a key."""
+    return f"{holder.worker}:{holder.rank}:{epoch}"
+
+
+def parse_cache_name(name: bytes) -> tuple[Holder, Epoch]:
+    """Raises ValueError when `name` is none."""
+    worker, rank, epoch = name.decode().rsplit(":", 2)
+    return Holder(WorkerId(worker), int(rank)), Epoch(int(epoch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,22 @@ class Keys:
     def load(self, pool: PoolId, worker: WorkerId) -> str:
         """HASH with a time to live: rank of the API server process -> `<end ms>:<msgpack {engine: WorkerLoad}>`."""
         return f"{self._tag(pool)}:load:{worker}"
+
+    def caches(self, pool: PoolId) -> str:
+        """ZSET: name of a cache (`cache_name`) -> when it ends, ms of the store's clock."""
+        return f"{self._tag(pool)}:caches"
+
+    def cache(self, pool: PoolId, name: str) -> str:
+        """HASH with a time to live: generation `gen`, newest change `seq`, number of `slabs`, `digests` (msgpack)."""
+        return f"{self._tag(pool)}:cache:{name}"
+
+    def slab(self, pool: PoolId, name: str, generation: int, number: int) -> str:
+        """STRING with a time to live: blocks of a cache and their tiers (`block_codec`)."""
+        return f"{self._tag(pool)}:blocks:{name}:{generation}:{number}"
+
+    def events(self, pool: PoolId) -> str:
+        """STREAM with a time to live and a bounded length: field `c` of an entry is a change (`block_codec`)."""
+        return f"{self._tag(pool)}:events"
 
     def tokenizer(self, pool: PoolId, sha: str) -> str:
         """STRING with a time to live: msgpack of `TokenizerFiles` whose hex SHA-256 is `sha`."""

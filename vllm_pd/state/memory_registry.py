@@ -1,15 +1,8 @@
-"""The registry in this process's memory: for one-process set-ups, simulations and tests.
-
-It keeps every rule of `base`; "the store" is a `MemoryStore` that several registries of one process may share, also
-from different threads.
-"""
+"""The registry in this process's memory. It keeps every rule of `base`; "the store" is a `MemoryStore`."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 from vllm_pd.state.base import (
     Epoch,
@@ -24,51 +17,7 @@ from vllm_pd.state.base import (
 )
 from vllm_pd.state.codec import assemble, merge_loads
 from vllm_pd.state.keys import check_namespace
-
-
-@dataclass(slots=True)
-class _Namespace:
-    """Values with the time (ms of the store's clock) at which each ends."""
-
-    workers: dict[tuple[PoolId, WorkerId], tuple[WorkerRecord, float]] = field(default_factory=dict)
-    loads: dict[tuple[PoolId, WorkerId], dict[int, tuple[dict[int, WorkerLoad], float]]] = field(default_factory=dict)
-    tokenizers: dict[tuple[PoolId, str], tuple[TokenizerFiles, float]] = field(default_factory=dict)
-
-    def drop_ended(self, now: float) -> None:
-        self.workers = {key: value for key, value in self.workers.items() if value[1] > now}
-        self.tokenizers = {key: value for key, value in self.tokenizers.items() if value[1] > now}
-        fresh = {
-            key: {writer: entry for writer, entry in entries.items() if entry[1] > now}
-            for key, entries in self.loads.items()
-        }
-        self.loads = {key: entries for key, entries in fresh.items() if entries}
-
-
-class MemoryStore:
-    """What a Redis server is to `RedisRegistry`. Thread-safe.
-
-    Args:
-        clock: seconds, never going back; tests inject their own.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._namespaces: dict[str, _Namespace] = {}
-        self.lock = threading.Lock()
-
-    def now_ms(self) -> float:
-        return self._clock() * 1000
-
-    def namespace(self, name: str) -> _Namespace:
-        """Call with `lock` held; everything that has ended is already gone."""
-        space = self._namespaces.setdefault(name, _Namespace())
-        space.drop_ended(self.now_ms())
-        return space
-
-    def clear(self) -> None:
-        """Forget everything, as a restart of the store would."""
-        with self.lock:
-            self._namespaces.clear()
+from vllm_pd.state.memory_store import MemoryStore
 
 
 class MemoryRegistry:

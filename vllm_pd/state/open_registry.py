@@ -1,11 +1,14 @@
-"""From a store URL to a registry."""
+"""From a store URL to the registry and the block index in it."""
 
 from __future__ import annotations
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import nearest, redact
 from vllm_pd.state.base import Registry
-from vllm_pd.state.memory_registry import MemoryRegistry, MemoryStore
+from vllm_pd.state.block_index import BlockIndex
+from vllm_pd.state.memory_block_index import MemoryBlockIndex
+from vllm_pd.state.memory_registry import MemoryRegistry
+from vllm_pd.state.memory_store import MemoryStore
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 _memory_stores: dict[str, MemoryStore] = {}
@@ -22,6 +25,31 @@ def open_registry(url: str, namespace: str, *, timeout_s: float = 0.5) -> Regist
     Raises:
         SettingsError: unknown scheme, malformed URL, or a namespace that cannot be part of a key.
     """
+    memory = memory_store(url)
+    if memory is not None:
+        return MemoryRegistry(namespace, memory)
+    # redis-py takes 0.1 s to import, which a process without a store need not pay.
+    from vllm_pd.state.redis_registry import RedisRegistry
+
+    return RedisRegistry(url, namespace, timeout_s=timeout_s)
+
+
+def open_block_index(url: str, namespace: str, *, timeout_s: float = 0.5) -> BlockIndex:
+    """The block index behind `url`; otherwise as `open_registry`."""
+    memory = memory_store(url)
+    if memory is not None:
+        return MemoryBlockIndex(namespace, memory)
+    from vllm_pd.state.redis_block_index import RedisBlockIndex
+
+    return RedisBlockIndex(url, namespace, timeout_s=timeout_s)
+
+
+def memory_store(url: str) -> MemoryStore | None:
+    """The store of this process that `url` names, or None when it is a server's.
+
+    Raises:
+        SettingsError: unknown scheme.
+    """
     scheme, separator, name = url.partition("://")
     known = [*REDIS_SCHEMES, "memory"]
     if not separator or scheme not in known:
@@ -29,9 +57,4 @@ def open_registry(url: str, namespace: str, *, timeout_s: float = 0.5) -> Regist
             f"The store URL {redact(url)!r} must begin with one of {', '.join(f'{s}://' for s in known)}"
             f"{nearest(scheme, known) if separator else ''}."
         )
-    if scheme == "memory":
-        return MemoryRegistry(namespace, _memory_stores.setdefault(name, MemoryStore()))
-    # redis-py takes 0.1 s to import, which a process without a store need not pay.
-    from vllm_pd.state.redis_registry import RedisRegistry
-
-    return RedisRegistry(url, namespace, timeout_s=timeout_s)
+    return _memory_stores.setdefault(name, MemoryStore()) if scheme == "memory" else None

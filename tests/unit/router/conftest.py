@@ -15,7 +15,8 @@ from tests.unit.router.fake_worker import FakeWorker
 from vllm_pd.router.service import RouterService
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.state import Epoch, PoolSpec, Role, WorkerId, WorkerLoad, WorkerRecord
-from vllm_pd.state.memory_registry import MemoryRegistry, MemoryStore
+from vllm_pd.state.memory_registry import MemoryRegistry
+from vllm_pd.state.memory_store import MemoryStore
 
 BLOCK = 32
 SPEC = PoolSpec("m", "", "bf16", "auto", "nhd", BLOCK, "sha256_cbor", "0.32.0")

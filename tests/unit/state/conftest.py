@@ -1,0 +1,36 @@
+"""Stores for the conformance suites: each server starts once and is emptied for each test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.conformance.servers import SERVERS, STORES, MemoryHarness, RedisHarness
+from vllm_pd.graph.embedded_store import EmbeddedStore
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[Callable[[str], EmbeddedStore]]:
+    """A server by its name in `SERVERS`."""
+    running: dict[str, EmbeddedStore] = {}
+    with ExitStack() as stack:
+
+        def get(name: str) -> EmbeddedStore:
+            if name not in running:
+                running[name] = stack.enter_context(SERVERS[name]())
+            return running[name]
+
+        yield get
+
+
+@pytest.fixture(params=STORES)
+async def harness(
+    request: pytest.FixtureRequest, server: Callable[[str], EmbeddedStore]
+) -> AsyncIterator[MemoryHarness | RedisHarness]:
+    name: str = request.param
+    found = MemoryHarness() if name == "memory" else RedisHarness(server(name).url)
+    await found.lose_everything()
+    yield found
+    await found.close()

@@ -1,0 +1,104 @@
+"""A store in this process's memory: for one-process set-ups, simulations and tests.
+
+Everything that opens the same `MemoryStore` sees the same values, also from different threads and event loops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_pd.state.base import Epoch, PoolId, TokenizerFiles, WorkerId, WorkerLoad, WorkerRecord
+from vllm_pd.state.block_index import Holder, Position, StreamEntry
+
+_LONGEST_STREAM = 65_536
+
+
+@dataclass(slots=True)
+class MemoryCache:
+    """What one writer said it holds."""
+
+    seq: int
+    ends: float
+    blocks: dict[bytes, int] = field(default_factory=dict)
+
+
+class MemoryStream:
+    """A bounded list of numbered entries, and who waits for the next. Call everything with the store's lock held."""
+
+    def __init__(self) -> None:
+        self.entries: deque[StreamEntry] = deque(maxlen=_LONGEST_STREAM)
+        self.last = 0
+        self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest entry that is still there."""
+        return self.last - len(self.entries) + 1
+
+    def append(self, make: Callable[[Position], StreamEntry]) -> None:
+        self.last += 1
+        self.entries.append(make(Position(f"{self.last}-0")))
+        for loop, event in self._waiting:
+            # A loop that was closed waits for nothing.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+        self._waiting.clear()
+
+    def next_entry(self) -> asyncio.Event:
+        """Set when an entry comes; for the running event loop."""
+        event = asyncio.Event()
+        self._waiting.add((asyncio.get_running_loop(), event))
+        return event
+
+
+@dataclass(slots=True)
+class Namespace:
+    """Values with the time (ms of the store's clock) at which each ends."""
+
+    workers: dict[tuple[PoolId, WorkerId], tuple[WorkerRecord, float]] = field(default_factory=dict)
+    loads: dict[tuple[PoolId, WorkerId], dict[int, tuple[dict[int, WorkerLoad], float]]] = field(default_factory=dict)
+    tokenizers: dict[tuple[PoolId, str], tuple[TokenizerFiles, float]] = field(default_factory=dict)
+    caches: dict[tuple[PoolId, Holder, Epoch], MemoryCache] = field(default_factory=dict)
+    events: dict[PoolId, MemoryStream] = field(default_factory=dict)
+
+    def drop_ended(self, now: float) -> None:
+        self.workers = {key: value for key, value in self.workers.items() if value[1] > now}
+        self.tokenizers = {key: value for key, value in self.tokenizers.items() if value[1] > now}
+        self.caches = {key: cache for key, cache in self.caches.items() if cache.ends > now}
+        fresh = {
+            key: {writer: entry for writer, entry in entries.items() if entry[1] > now}
+            for key, entries in self.loads.items()
+        }
+        self.loads = {key: entries for key, entries in fresh.items() if entries}
+
+
+class MemoryStore:
+    """What a Redis server is to the Redis implementations. Thread-safe.
+
+    Args:
+        clock: seconds, never going back; tests inject their own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._namespaces: dict[str, Namespace] = {}
+        self.lock = threading.Lock()
+
+    def now_ms(self) -> float:
+        return self._clock() * 1000
+
+    def namespace(self, name: str) -> Namespace:
+        """Call with `lock` held; everything that has ended is already gone."""
+        space = self._namespaces.setdefault(name, Namespace())
+        space.drop_ended(self.now_ms())
+        return space
+
+    def clear(self) -> None:
+        """Forget everything, as a restart of the store would."""
+        with self.lock:
+            self._namespaces.clear()
