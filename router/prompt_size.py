@@ -6,16 +6,13 @@ counted. Unknown is an answer: such a prompt is treated as long, and a hand-over
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-import tokenizers
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw, UnsetType
 
-from vllm_pd.router.chat_template import ChatTemplate, TemplateFailed, special_tokens
+from vllm_pd.router.conversation import PromptUnknown
 from vllm_pd.router.decision import PromptKind
+from vllm_pd.router.prompt_tokenizer import PromptTokenizer
 from vllm_pd.router.request_fields import RequestFields
-from vllm_pd.state.base import TokenizerFiles
 
 MAX_BYTES_PER_TOKEN = 32
 """A text with more bytes per token of the block size than this is taken as long without counting."""
@@ -23,37 +20,7 @@ MAX_BYTES_PER_TOKEN = 32
 _ADDED_TOKENS = 2
 """What a tokenizer adds to a text at most: a start token, and a space in front."""
 
-_PLAIN_MESSAGE_KEYS = frozenset({"role", "content", "name"})
 _text = msgspec.json.Decoder(str)
-
-
-class PromptTokenizer:
-    """A model's tokenizer and chat template. Building one takes up to a second: do it off the event loop.
-
-    Raises:
-        ValueError: the tokenizer file is unusable.
-    """
-
-    def __init__(self, files: TokenizerFiles) -> None:
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
-        except Exception as e:  # the Rust library raises bare Exception
-            raise ValueError(f"tokenizer.json cannot be loaded: {e}") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.template: ChatTemplate | None = None
-        if files.chat_template:
-            try:
-                self.template = ChatTemplate(files.chat_template, special_tokens(files.tokenizer_config))
-            except TemplateFailed:
-                # The worker serves it all the same; here chat prompts then count as of unknown length.
-                self.template = None
-
-    def count(self, text: str, *, add_special_tokens: bool) -> int:
-        """Number of tokens of `text`. About 0.25 ms per KB."""
-        # Of the library's calls only those for batches let other threads run.
-        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return len(encoded.ids)
 
 
 def prompt_tokens(
@@ -95,34 +62,14 @@ def _text_tokens(raw: Raw, fields: RequestFields, block_size: int, tokenizer: Pr
 
 
 def _chat_tokens(fields: RequestFields, block_size: int, tokenizer: PromptTokenizer | None) -> int | None:
-    if tokenizer is None or tokenizer.template is None or isinstance(fields.messages, UnsetType):
-        return None
-    if fields.chat_template is not None or fields.continue_final_message:
+    if tokenizer is None or _size(fields.messages) > _longest_json(block_size):
         return None
     largest = MAX_BYTES_PER_TOKEN * block_size
-    if _size(fields.messages) > _longest_json(block_size):
-        return None
     if _size(fields.tools) > largest or _size(fields.documents) > largest:
         return None
     try:
-        messages = msgspec.json.decode(fields.messages, type=list[dict[str, Any]])
-        tools = msgspec.json.decode(fields.tools, type=list[Any] | None) if fields.tools is not UNSET else None
-        documents = (
-            msgspec.json.decode(fields.documents, type=list[Any] | None) if fields.documents is not UNSET else None
-        )
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    if not all(_is_plain(message) for message in messages):
-        return None
-    try:
-        text = tokenizer.template.render(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=fields.add_generation_prompt is not False,
-            extra=_template_kwargs(fields),
-        )
-    except TemplateFailed:
+        text = tokenizer.render(fields)
+    except PromptUnknown:
         return None
     if len(text) > largest:
         return None
@@ -136,16 +83,3 @@ def _longest_json(block_size: int) -> int:
 
 def _size(raw: Raw | UnsetType) -> int:
     return 0 if isinstance(raw, UnsetType) else memoryview(raw).nbytes
-
-
-def _is_plain(message: dict[str, Any]) -> bool:
-    """Only text that the worker hands to the template unchanged: no parts, no media, no tool calls."""
-    return message.keys() <= _PLAIN_MESSAGE_KEYS and isinstance(message.get("content"), str)
-
-
-def _template_kwargs(fields: RequestFields) -> dict[str, Any]:
-    extra = dict(fields.chat_template_kwargs) if isinstance(fields.chat_template_kwargs, dict) else {}
-    if fields.reasoning_effort is not None:
-        extra.setdefault("enable_thinking", fields.reasoning_effort != "none")
-        extra["reasoning_effort"] = fields.reasoning_effort
-    return extra

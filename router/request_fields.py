@@ -28,7 +28,9 @@ class RequestFields(msgspec.Struct):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     use_beam_search: bool | None = None
+    suffix: Any = None
     truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
     kv_transfer_params: Raw | UnsetType = UNSET
     request_id: str | None = None
     stream: bool | None = None
@@ -39,6 +41,7 @@ class RequestFields(msgspec.Struct):
     chat_template_kwargs: Any = None
     reasoning_effort: Any = None
     tools: Raw | UnsetType = UNSET
+    tool_choice: Any = UNSET
     documents: Raw | UnsetType = UNSET
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of the pools, fetched from the store and built in the background. Requests never wait for one."""
+"""Tokenizers and prompt hashers of the pools, built in the background. Requests never wait for one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable
 
 from vllm_pd.errors import StoreError
-from vllm_pd.router.prompt_size import PromptTokenizer
-from vllm_pd.state.base import PoolId, Registry
+from vllm_pd.router.prompt_blocks import PromptHasher
+from vllm_pd.router.prompt_tokenizer import PromptTokenizer
+from vllm_pd.state.base import PoolId, PoolSpec, Registry
 
 RETRY_S = 10.0
 FETCH_DEADLINE_S = 15.0
@@ -31,6 +32,24 @@ class TokenizerCache:
         self._ready: dict[str, PromptTokenizer] = {}
         self._retry_at: dict[str, float] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._hashers: dict[PoolSpec, tuple[PromptTokenizer | None, PromptHasher]] = {}
+
+    def hasher(self, spec: PoolSpec, pool: PoolId, sha: str) -> PromptHasher:
+        """The pool's hasher, for token ids only until its tokenizer is there.
+
+        Args:
+            pool: the spec's id, which takes a while to compute.
+            sha: of the tokenizer that its workers publish; "" when they publish none.
+        """
+        tokenizer = self.get(pool, sha) if sha else None
+        known = self._hashers.get(spec)
+        if known is not None and known[0] is tokenizer:
+            return known[1]
+        hasher = PromptHasher(spec, tokenizer)
+        self._hashers[spec] = (tokenizer, hasher)
+        while len(self._hashers) > MAX_TOKENIZERS:
+            del self._hashers[next(iter(self._hashers))]
+        return hasher
 
     def get(self, pool: PoolId, sha: str) -> PromptTokenizer | None:
         """The tokenizer if it is there; otherwise None, and it is fetched for later calls."""

@@ -11,7 +11,8 @@ import pytest
 from vllm_pd.router.chat_template import ChatTemplate, special_tokens
 from vllm_pd.router.decision import PromptKind
 from vllm_pd.router.legs import decode_body, prefill_body
-from vllm_pd.router.prompt_size import PromptTokenizer, prompt_tokens
+from vllm_pd.router.prompt_size import prompt_tokens
+from vllm_pd.router.prompt_tokenizer import PromptTokenizer
 from vllm_pd.router.request_fields import read_fields
 from vllm_pd.state import TokenizerFiles
 
