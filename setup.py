@@ -11,6 +11,7 @@ ROOMS = {
     "vllm_pd.agent": "vllm_pd/agent",
     "vllm_pd.graph": "vllm_pd/graph",
     "vllm_pd.routing": "vllm_pd/routing",
+    "vllm_pd.routing.policies": "vllm_pd/routing/policies",
     "vllm_pd.sim": "vllm_pd/sim",
     "vllm_pd.state": "vllm_pd/state",
     "vllm_pd.connectors": "connectors",

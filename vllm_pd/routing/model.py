@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from vllm_pd.state.base import PoolId, Role, WorkerId
+from vllm_pd.state.block_index import Holder
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,14 @@ NO_OVERLAP = Overlap()
 class Rates:
     """How fast a worker is. Priors at first, then learned from what it does.
 
-    Prefilling `n` new tokens behind `c` cached ones takes `prefill_base + n * prefill_token +
-    n * (c + n / 2) * prefill_square` seconds, alone on the worker.
+    Prefilling `n` new tokens behind `c` cached ones takes `prefill_base + n * prefill_token + n * n / 2 *
+    prefill_square + n * c * prefill_context` seconds, alone on the worker.
     """
 
     prefill_base: float = 0.0165
     prefill_token: float = 1.5e-5
     prefill_square: float = 8.4e-10
+    prefill_context: float = 8.4e-10
     step_base: float = 0.006
     """One decode step with nothing running, and what each running sequence adds."""
     step_sequence: float = 2e-4
@@ -47,6 +50,23 @@ class Rates:
     transfer_base: float = 0.005
     """Hand-over of a remote prefill: fixed part, and per block."""
     transfer_block: float = 5e-5
+
+    def prefill(self, new: int, cached: int) -> float:
+        """Seconds to compute `new` prompt tokens behind `cached` ones."""
+        return (
+            self.prefill_base
+            + new * self.prefill_token
+            + new * new * 0.5 * self.prefill_square
+            + new * cached * self.prefill_context
+        )
+
+    def load(self, overlap: Overlap) -> float:
+        """Seconds to bring to the GPU what is on slower tiers."""
+        return overlap.cpu * self.cpu_block + overlap.ssd * self.ssd_block
+
+    def transfer(self, blocks: int) -> float:
+        """Seconds to hand over `blocks` that another worker computed."""
+        return self.transfer_base + blocks * self.transfer_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,41 +82,60 @@ class Ask:
     """Whether overlap is known. If not, no worker is credited with any."""
     session: WorkerId | None = None
     """Where the request's session went last, by its affinity header."""
-    arrived: float = 0.0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that hold the prompt, the last one perhaps in part."""
+        return -(-self.tokens // self.block_size)
+
+    def cached(self, overlap: Overlap) -> int:
+        """Prompt tokens that need not be computed. The engine always computes the last one, and with it its block."""
+        return min(overlap.blocks, (self.tokens - 1) // self.block_size) * self.block_size if self.tokens else 0
+
+    def uncached(self, overlap: Overlap) -> int:
+        """Prompt tokens to compute."""
+        return self.tokens - self.cached(overlap)
 
 
 class Candidate(Protocol):
-    """One engine that may take the request, as its router sees it now. Read only."""
+    """One engine that may take the request, as its router sees it now: `EngineLedger`. Read only.
+
+    Plain attributes, because a choice reads a few of each of hundreds of candidates.
+    """
 
     @property
-    def id(self) -> WorkerId: ...
-    @property
-    def rank(self) -> int: ...
+    def holder(self) -> Holder: ...
     @property
     def pool(self) -> PoolId: ...
     @property
     def role(self) -> Role: ...
     @property
-    def prefill_queue(self) -> float:
-        """Predicted seconds until prefill work that is already there is done."""
+    def free_at(self) -> float:
+        """When the prefill work that is already there is predicted to be done, on the router's clock."""
 
     @property
-    def prefill_queue_tokens(self) -> int:
-        """Uncached prompt tokens of requests that have no first token yet."""
+    def least_wait(self) -> float:
+        """Seconds that this work takes at least from any time on: more than `free_at` says once that has passed."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Uncached prompt tokens of requests that have no first token yet, other routers' included."""
 
     @property
     def running(self) -> int:
         """Requests being computed, by its own report corrected by what this router did since."""
 
     @property
-    def waiting(self) -> int: ...
+    def waiting(self) -> int:
+        """Requests in its queue, by its own report."""
+
     @property
     def decoding(self) -> int:
-        """Requests past their first token."""
+        """This router's requests past their first token."""
 
     @property
     def active_blocks(self) -> int:
-        """Blocks that requests in progress refer to."""
+        """Blocks that this router's requests in progress refer to."""
 
     @property
     def kv_blocks(self) -> int:
@@ -106,6 +145,12 @@ class Candidate(Protocol):
     def kv_usage(self) -> float:
         """Fraction of blocks in use by running requests, as reported, 0 to 1."""
 
+    @property
+    def begun(self) -> int:
+        """Requests and blocks that this router sent since the report."""
+
+    @property
+    def begun_blocks(self) -> int: ...
     @property
     def inflight(self) -> int:
         """This router's own requests on it."""
@@ -118,28 +163,35 @@ class Candidate(Protocol):
     def rates(self) -> Rates: ...
 
 
+Overlaps = Mapping[Holder, Overlap]
+"""Only caches with an overlap are in it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """A candidate with what a policy thinks of it; everything that `explain` shows."""
 
-    id: WorkerId
-    rank: int
+    holder: Holder
     overlap: Overlap
     uncached: int
     """Prompt tokens to compute there."""
     score: float
     """The policy's own unit; smaller is better, whatever the original formula does."""
-    ttft: float = 0.0
-    """Predicted seconds to the first token; 0 where the policy does not predict."""
-    parts: dict[str, float] = field(default_factory=dict)
+    ttft: float
+    """Predicted seconds to the first token there, whatever the policy looks at."""
+    parts: Mapping[str, float] = field(default_factory=dict)
     """Named terms of the score: `queue`, `prefill`, `load`, `transfer`, `disturbance`, ..."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The outcome: indexes into the candidates given, in `scored` order."""
+    """The outcome. `chosen` is an index into the candidates given."""
 
     chosen: int
-    scored: tuple[Scored, ...]
+    best: Scored
+    """The chosen one."""
     reason: str
     """Why, in a few words: `lowest`, `session`, `tie: picked longest ago`, `temperature`, `only one`."""
+    policy: str
+    scored: tuple[Scored, ...] = ()
+    """All candidates in the order given, where an explanation was asked for."""

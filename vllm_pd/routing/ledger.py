@@ -1,0 +1,272 @@
+"""What one router knows of one engine's work: its own requests at once, everybody else's by report."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from vllm_pd.routing.model import NO_OVERLAP, Ask, Overlap, Rates
+from vllm_pd.routing.rates import PrefillWork, RateLearner, prefill_work, together
+from vllm_pd.state.base import PoolId, Role
+from vllm_pd.state.block_index import Holder
+
+_OVERDUE = 0.1
+"""Part of its predicted time that the request being prefilled is expected to need yet, however long it took already."""
+_BESIDE = 0.2
+"""A request that took less than this part of its predicted time was computed together with the one before it."""
+_MEAN_KEEPS = 0.95
+_TYPICAL_TOKENS = 1000
+"""Uncached tokens of a request of which nothing is known."""
+
+
+class _Request:
+    __slots__ = ("blocks", "missing", "new", "seconds", "since", "work")
+
+    def __init__(self, ask: Ask, overlap: Overlap, now: float) -> None:
+        cached = ask.cached(overlap)
+        self.new = ask.tokens - cached
+        self.work = prefill_work(self.new, cached, overlap.cpu, overlap.ssd)
+        self.seconds = 0.0
+        """Predicted prefill time, without the queue before it."""
+        self.blocks = ask.blocks
+        self.missing = ask.blocks - overlap.gpu
+        """Blocks to hand over if another worker prefills it."""
+        self.since = now
+        """Sent; with a remote prefill: when the prefilled request was sent; later: when its first token came."""
+
+
+class EngineLedger:
+    """One engine as a `Candidate`. Times are the caller's monotonic seconds and never go back.
+
+    Prefill work is a queue served in the order of arrival: what is predicted to be left of it shrinks as time passes
+    and is corrected with every first token. The end of a request that is unknown is ignored, because requests end in
+    several ways at once.
+    """
+
+    __slots__ = (
+        "_busy_since",
+        "_decoding",
+        "_inflight_at_report",
+        "_last_work",
+        "_learner",
+        "_mean_seconds",
+        "_others_at",
+        "_others_requests",
+        "_others_seconds",
+        "_others_share",
+        "_others_tokens",
+        "_own_seconds",
+        "_own_tokens",
+        "_queue",
+        "_remote",
+        "_reported_running",
+        "active_blocks",
+        "begun",
+        "begun_blocks",
+        "decoding",
+        "free_at",
+        "holder",
+        "inflight",
+        "kv_blocks",
+        "kv_usage",
+        "last_pick",
+        "least_wait",
+        "pool",
+        "prefill_tokens",
+        "rates",
+        "role",
+        "running",
+        "waiting",
+    )
+
+    def __init__(
+        self, holder: Holder, pool: PoolId, role: Role, kv_blocks: int = 0, prior: Rates | None = None
+    ) -> None:
+        self.holder = holder
+        self.pool = pool
+        self.role = role
+        self.kv_blocks = kv_blocks
+        self._learner = RateLearner(prior or Rates())
+        self.rates = self._learner.rates
+        self._queue: dict[Hashable, _Request] = {}
+        """Being prefilled here or waiting for it, oldest first."""
+        self._remote: dict[Hashable, _Request] = {}
+        """Prefilled elsewhere, without a first token."""
+        self._decoding: dict[Hashable, _Request] = {}
+        self._busy_since = 0.0
+        """Since when the oldest of the queue is served: its dispatch, or the first token before it."""
+        self._last_work: tuple[PrefillWork, float] | None = None
+        """The newest observation, kept back: the next request may prove to have been part of it."""
+        self._own_tokens = 0
+        self._own_seconds = 0.0
+        self._mean_seconds = self.rates.prefill(_TYPICAL_TOKENS, 0)
+        self._others_tokens = 0
+        self._others_requests = 0
+        self._others_seconds = 0.0
+        self._others_share = 1.0
+        self._others_at = 0.0
+        self._reported_running = 0
+        self._inflight_at_report = 0
+        self.free_at = 0.0
+        self.least_wait = 0.0
+        self.prefill_tokens = 0
+        self.running = 0
+        self.waiting = 0
+        self.kv_usage = 0.0
+        self.decoding = 0
+        self.active_blocks = 0
+        self.begun = 0
+        self.begun_blocks = 0
+        self.inflight = 0
+        self.last_pick = 0
+
+    def prefill_queue(self, now: float) -> float:
+        """Predicted seconds until the prefill work that is there is done."""
+        return max(self.free_at - now, self.least_wait)
+
+    @property
+    def own_prefill_tokens(self) -> int:
+        """Uncached prompt tokens of `queued`; what other routers are to be told."""
+        return self._own_tokens
+
+    @property
+    def queued(self) -> int:
+        """This router's requests that this engine prefills and that have no first token yet."""
+        return len(self._queue)
+
+    def begin(
+        self, request: Hashable, ask: Ask, overlap: Overlap, now: float, *, remote: bool = False, pick: int = 0
+    ) -> None:
+        """A request is placed here. `remote`: another worker prefills it, so it adds no prefill work here.
+
+        `pick` grows with every choice of the router. Raises `ValueError` for a name that is in progress here.
+        """
+        if request in self._queue or request in self._remote or request in self._decoding:
+            raise ValueError(f"Request {request!r} is on {self.holder} already; give every attempt a name of its own")
+        entry = _Request(ask, overlap if ask.exact else NO_OVERLAP, now)
+        if remote:
+            self._remote[request] = entry
+        else:
+            entry.seconds = self.rates.prefill(entry.new, ask.tokens - entry.new) + self.rates.load(overlap)
+            self._mean_seconds = _MEAN_KEEPS * self._mean_seconds + (1 - _MEAN_KEEPS) * entry.seconds
+            if not self._queue:
+                self._busy_since = now
+            self._queue[request] = entry
+            self._own_tokens += entry.new
+            self._own_seconds += entry.seconds
+        self.active_blocks += entry.blocks
+        self.inflight += 1
+        self.begun += 1
+        self.begun_blocks += entry.blocks
+        if pick:
+            self.last_pick = pick
+        self._refresh(now)
+
+    def prefilled(self, request: Hashable, now: float) -> None:
+        """The remote prefill of a request is done and the request is sent here. Ignored for others."""
+        entry = self._remote.get(request)
+        if entry is not None:
+            entry.since = now
+
+    def first_token(self, request: Hashable, now: float) -> None:
+        """The first byte of its answer came. Ignored for a name that is unknown or had its first token."""
+        entry = self._remote.pop(request, None)
+        if entry is not None:
+            self._learner.observe_transfer(entry.missing, now - entry.since)
+        else:
+            entry = self._leave_queue(request, now, computed=True)
+            if entry is None:
+                return
+        entry.since = now
+        self._decoding[request] = entry
+        self.decoding += 1
+        self._refresh(now)
+
+    def finish(self, request: Hashable, now: float, output_tokens: int = 0) -> None:
+        """It ended, in whatever way. `output_tokens` of its answer where known. Ignored for an unknown name."""
+        entry = self._decoding.pop(request, None)
+        if entry is not None:
+            if output_tokens > 1:
+                self._learner.observe_step(self.decoding, (now - entry.since) / (output_tokens - 1))
+            self.decoding -= 1
+        else:
+            entry = self._remote.pop(request, None) or self._leave_queue(request, now, computed=False)
+            if entry is None:
+                return
+        self.active_blocks -= entry.blocks
+        self.inflight -= 1
+        self._refresh(now)
+
+    def report(
+        self,
+        running: int,
+        waiting: int,
+        kv_usage: float,
+        now: float,
+        *,
+        others_tokens: int = 0,
+        others_requests: int = 0,
+    ) -> None:
+        """The engine's newest load, and the prefill work that other routers have on it."""
+        self._reported_running, self.waiting, self.kv_usage = running, waiting, kv_usage
+        self._inflight_at_report = self.inflight
+        self.begun = self.begun_blocks = 0
+        self._others_tokens, self._others_requests = others_tokens, others_requests
+        # Requests that no router told of: somebody asks the engine directly.
+        unknown = max(0, waiting - len(self._queue) - others_requests)
+        seconds = (
+            others_tokens * self.rates.prefill_token
+            + others_requests * self.rates.prefill_base
+            + unknown * self._mean_seconds
+        )
+        self._others_seconds, self._others_at = seconds, now
+        # The engine serves both in turn, so theirs shrinks only by its part of the time.
+        self._others_share = seconds / (seconds + self._own_seconds) if seconds else 1.0
+        self._refresh(now)
+
+    def _leave_queue(self, request: Hashable, now: float, *, computed: bool) -> _Request | None:
+        entry = self._queue.get(request)
+        if entry is None:
+            return None
+        head = next(iter(self._queue.values()))
+        del self._queue[request]
+        self._own_tokens -= entry.new
+        self._own_seconds = self._own_seconds - entry.seconds if self._queue else 0.0
+        if entry is head:
+            if computed:
+                self._learn(entry, now - self._busy_since)
+            self._busy_since = now
+        elif computed:
+            # It was computed while the head was: the head's time covers both.
+            head.work = together(head.work, entry.work)
+        return entry
+
+    def _learn(self, entry: _Request, seconds: float) -> None:
+        if self._others_left(self._busy_since):
+            return
+        last = self._last_work
+        if last is not None and seconds < _BESIDE * entry.seconds:
+            self._last_work = (together(last[0], entry.work), last[1] + seconds)
+            return
+        if last is not None:
+            self._learner.observe_prefill(*last)
+        self._last_work = (entry.work, seconds)
+
+    def _others_left(self, now: float) -> float:
+        return max(0.0, self._others_seconds - (now - self._others_at) * self._others_share)
+
+    def _refresh(self, now: float) -> None:
+        """Bring the attributes that a choice reads up to date."""
+        self.rates = self._learner.rates
+        left = self._others_left(now)
+        self.least_wait = 0.0
+        if self._queue:
+            head = next(iter(self._queue.values()))
+            overdue = _OVERDUE * head.seconds
+            behind = self._own_seconds - head.seconds
+            self.least_wait = behind + overdue
+            left += behind + max(overdue, head.seconds - (now - self._busy_since))
+        self.free_at = now + left
+        self.prefill_tokens = self._own_tokens + self._others_tokens
+        self.running = max(
+            self._reported_running + self.inflight - self._inflight_at_report, self.inflight - self.waiting
+        )
