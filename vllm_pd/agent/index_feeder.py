@@ -56,7 +56,8 @@ class FeedStats:
     announcements: int = 0
     overflows: int = 0
     delay_s: float = 0.0
-    """How long the oldest change of the newest batch had waited when the store had it."""
+    """How long the changes of the newest batch had waited, at most, when the store had them (those that a full batch
+    left behind: since then)."""
 
 
 class IndexFeeder:
@@ -95,6 +96,7 @@ class IndexFeeder:
         self._allowed = False
         self._wake = asyncio.Event()
         self._failures = 0
+        self._complained = False
         self._next_write = 0.0
         self._next_announcement = 0.0
         self._next_renewal = 0.0
@@ -142,7 +144,7 @@ class IndexFeeder:
                 continue
             try:
                 await self._step()
-                self._failures = 0
+                self._failures, self._complained = 0, False
             except Exception as e:
                 # Not only StoreError: an unforeseen error must cost one try, not the rest of this worker's life.
                 await self._on_error(e)
@@ -183,14 +185,17 @@ class IndexFeeder:
         else:
             self._next_write = now + self._limits.gather_s
             oldest = self._oldest
-            await self._writer.write(self._take_batch())
+            batch = self._take_batch()
+            await self._writer.write(_packed(batch))
+            self.stats.blocks += len(batch)
             self.stats.batches += 1
             self.stats.delay_s = self._clock() - oldest
             return
         # Earlier by up to a fifth: workers that started together must not beat together for ever.
         self._next_renewal = now + self._renew_s * random.uniform(0.8, 1.0)
 
-    def _take_batch(self) -> dict[int, Packed]:
+    def _take_batch(self) -> dict[BlockKey, int]:
+        """The changes that came first."""
         limit = self._limits.batch_blocks
         if len(self._waiting) <= limit:
             batch, self._waiting = self._waiting, {}
@@ -199,11 +204,7 @@ class IndexFeeder:
             for key in batch:
                 del self._waiting[key]
             self._oldest = self._clock()
-        self.stats.blocks += len(batch)
-        lists: defaultdict[int, list[BlockKey]] = defaultdict(list)
-        for key, bits in batch.items():
-            lists[bits].append(key)
-        return {bits: b"".join(keys) for bits, keys in lists.items()}
+        return batch
 
     def _start_over(self) -> None:
         self._announce = True
@@ -215,7 +216,8 @@ class IndexFeeder:
         if isinstance(error, IndexLost):
             # The store answers; it only has to hear everything again.
             logger.info("vllm-pd: the blocks of %s are announced again: %s", self._name, error)
-        elif not self._failures:
+        elif not self._complained:
+            self._complained = True
             logger.warning(
                 "vllm-pd: the blocks of %s cannot be written to the index, trying again until they can: %s",
                 self._name,
@@ -235,3 +237,10 @@ class IndexFeeder:
                 await self._wake.wait()
         except TimeoutError:
             return
+
+
+def _packed(batch: dict[BlockKey, int]) -> dict[int, Packed]:
+    lists: defaultdict[int, list[BlockKey]] = defaultdict(list)
+    for key, bits in batch.items():
+        lists[bits].append(key)
+    return {bits: b"".join(keys) for bits, keys in lists.items()}
