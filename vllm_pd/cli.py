@@ -13,6 +13,7 @@ from typing import Any
 from vllm_pd import __version__, layered, serve_flags
 from vllm_pd.errors import PDError, SettingsError
 from vllm_pd.settings import WorkerSettings, load_worker_settings
+from vllm_pd.sim import cli as sim_cli
 
 EXAMPLES = """examples:
   vllm-pd config --role prefill --pd-cpu-gib 8        what that worker would run with, and where each value comes from
@@ -53,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         )
     workers.add_argument("--json", action="store_true", help="print one JSON array")
     workers.set_defaults(run=_workers)
+
+    sim_cli.add_parser(commands)
     return parser
 
 

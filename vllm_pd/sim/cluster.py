@@ -57,8 +57,7 @@ class Served:
     first_token: float = -1.0
     finished: float = -1.0
     gpu: int = 0
-    """Prompt tokens found on each tier where the prompt was computed; with a remote prefill also those that the
-    decoder had."""
+    """Prompt tokens found on each tier by the worker that computed the prompt."""
     cpu: int = 0
     ssd: int = 0
     preemptions: int = 0
@@ -252,9 +251,10 @@ class Cluster:
     def _finished(self, job: _Job, work: Work, now: float) -> None:
         request, served = job.request, job.served
         size = self.config.engine.block_size
-        served.gpu += work.gpu_hits * size
-        served.cpu += work.cpu_hits * size
-        served.ssd += work.ssd_hits * size
+        if work is job.prefill or job.prefill is None:
+            served.gpu += work.gpu_hits * size
+            served.cpu += work.cpu_hits * size
+            served.ssd += work.ssd_hits * size
         served.preemptions += work.preemptions
         if work is job.prefill:
             self._router.prefilled(job.token, now)

@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_pd.block_hash import BlockKey
-from vllm_pd.routing.model import NO_OVERLAP, Rates
+from vllm_pd.routing import policies
+from vllm_pd.routing.ledger import EngineLedger
+from vllm_pd.routing.model import Ask, Choice
+from vllm_pd.routing.plan import plan
+from vllm_pd.routing.policies.base import Policy
 from vllm_pd.routing.prefix_index import PrefixIndex
 from vllm_pd.sim.engine import EngineConfig
 from vllm_pd.sim.trace import TraceRequest
-from vllm_pd.state.base import Role, WorkerId
+from vllm_pd.state.base import PoolId, Role, WorkerId
 from vllm_pd.state.block_index import Holder
+
+_POOL = PoolId("simulated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,54 +30,87 @@ class Placement:
 
 
 class SimRouter:
+    """One router over workers of one pool. Requests are named by numbers, workers by their index."""
+
     def __init__(
-        self, policy: str, roles: Sequence[Role], engine: EngineConfig, *, seed: int, temperature: float
+        self,
+        policy: str | Policy,
+        roles: Sequence[Role],
+        engine: EngineConfig,
+        *,
+        seed: int = 0,
+        temperature: float = 0.0,
     ) -> None:
-        self.policy = policy
-        self.size = engine.block_size
-        self.roles = roles
-        self.index = PrefixIndex()
-        self.holders = [Holder(WorkerId(f"w{i}")) for i in range(len(roles))]
-        for h in self.holders:
-            self.index.add(h)
-        self.rates = Rates()
-        self.free_at = [0.0] * len(roles)
-        self.inflight = [0] * len(roles)
-        self.where: dict[int, Placement] = {}
-        self.random = random.Random(seed)
-        self.turn = 0
+        """`policy` is a policy or the name of one. Raises SettingsError for an unknown name."""
+        self._policy = policies.policy(policy) if isinstance(policy, str) else policy
+        self._block_size = engine.block_size
+        self._temperature = temperature
+        self._random = random.Random(seed)
+        self._index = PrefixIndex()
+        self._ledgers = [
+            EngineLedger(Holder(WorkerId(f"{role}-{i}")), _POOL, role, engine.gpu_blocks)
+            for i, role in enumerate(roles)
+        ]
+        for ledger in self._ledgers:
+            self._index.add(ledger.holder)
+        self._decoders = [i for i, role in enumerate(roles) if role.decodes]
+        self._prefillers = [i for i, role in enumerate(roles) if role is Role.PREFILL]
+        self._placed: dict[int, tuple[Placement, int]] = {}
+        """Requests in progress: where, and how many tokens the answer will have."""
+        self._picks = 0
 
     def place(self, token: int, request: TraceRequest, now: float) -> Placement:
-        self.turn += 1
-        n = len(self.roles)
-        ov = self.index.lookup(request.keys)
-        cost = []
-        for i, h in enumerate(self.holders):
-            o = ov.get(h, NO_OVERLAP)
-            u = request.prompt - o.blocks * self.size
-            own = self.rates.prefill_base + u * self.rates.prefill_token + u * u / 2 * self.rates.prefill_square
-            if self.policy == "round-robin":
-                s = (i - self.turn) % n
-            elif self.policy == "least-loaded":
-                s = self.inflight[i]
-            else:
-                s = max(0, self.free_at[i] - now) + 2 * own
-            cost.append((s, self.random.random(), i, own))
-        _, _, i, own = min(cost)
-        self.free_at[i] = max(self.free_at[i], now) + own
-        self.inflight[i] += 1
-        self.where[token] = p = Placement(i)
-        return p
+        """Choose, and count the request as sent."""
+        ask = Ask(request.prompt, self._block_size)
+        overlaps = self._index.lookup(request.keys)
+        made = plan(
+            self._policy,
+            ask,
+            [self._ledgers[i] for i in self._decoders],
+            [self._ledgers[i] for i in self._prefillers],
+            overlaps,
+            now,
+            temperature=self._temperature,
+            random=self._random,
+        )
+        placement = Placement(
+            self._decoders[made.decode.chosen], self._prefillers[made.prefill.chosen] if made.prefill else None
+        )
+        self._begin(placement.worker, made.decode, token, ask, now, remote=made.remote)
+        if made.prefill is not None and placement.prefiller is not None:
+            self._begin(placement.prefiller, made.prefill, token, ask, now)
+        self._placed[token] = placement, request.output
+        return placement
 
-    def first_token(self, token: int, now: float) -> None: ...
-    def prefilled(self, token: int, now: float) -> None: ...
+    def _begin(self, worker: int, choice: Choice, token: int, ask: Ask, now: float, *, remote: bool = False) -> None:
+        self._picks += 1
+        self._ledgers[worker].begin(token, ask, choice.best.overlap, now, remote=remote, pick=self._picks)
+
+    def prefilled(self, token: int, now: float) -> None:
+        """The prefill worker has answered; the request is sent on."""
+        placement, _ = self._placed[token]
+        assert placement.prefiller is not None
+        prefiller = self._ledgers[placement.prefiller]
+        prefiller.first_token(token, now)
+        prefiller.finish(token, now)
+        self._ledgers[placement.worker].prefilled(token, now)
+
+    def first_token(self, token: int, now: float) -> None:
+        """The first token of an answer came."""
+        self._ledgers[self._placed[token][0].worker].first_token(token, now)
+
     def finish(self, token: int, now: float) -> None:
-        self.inflight[self.where.pop(token).worker] -= 1
+        """An answer ended."""
+        placement, output = self._placed.pop(token)
+        self._ledgers[placement.worker].finish(token, now, output)
 
     def apply(self, worker: int, changed: Mapping[BlockKey, int]) -> None:
-        packed: dict[int, list[bytes]] = {}
+        """A worker's cache changed: key -> tier bits."""
+        packed: dict[int, list[BlockKey]] = {}
         for key, bits in changed.items():
             packed.setdefault(bits, []).append(key)
-        self.index.apply(self.holders[worker], {bits: b"".join(keys) for bits, keys in packed.items()})
+        self._index.apply(self._ledgers[worker].holder, {bits: b"".join(keys) for bits, keys in packed.items()})
 
-    def report(self, worker: int, running: int, waiting: int, kv_usage: float, now: float) -> None: ...
+    def report(self, worker: int, running: int, waiting: int, kv_usage: float, now: float) -> None:
+        """A worker's load report arrived."""
+        self._ledgers[worker].report(running, waiting, kv_usage, now)

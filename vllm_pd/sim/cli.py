@@ -1,0 +1,297 @@
+"""`vllm-pd simulate`: replay a trace against modelled workers under several routing policies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd.errors import SettingsError
+
+if TYPE_CHECKING:
+    from vllm_pd.sim.cluster import ClusterConfig
+    from vllm_pd.sim.report import Report
+    from vllm_pd.sim.timing import TimingModel
+    from vllm_pd.sim.trace import TraceRequest
+
+_EXAMPLES = """examples:
+  # how many workers does this traffic need, and at twice the traffic?
+  vllm-pd simulate trace.jsonl --workers 4,8,16 --speed 1,2
+
+  # every policy, with host memory and SSD behind the GPU cache, as a page to look at
+  vllm-pd simulate trace.jsonl --policies all --cpu-blocks 8000 --ssd-blocks 50000 --html report.html
+
+  # two prefill and two decode workers instead of four that do both
+  vllm-pd simulate trace.jsonl --prefill 2 --decode 2
+
+  # with the speed of a worker that runs here and is idle; the model is kept in worker.json
+  vllm-pd simulate trace.jsonl --fit http://localhost:8000 --save-timing worker.json
+
+  # no trace at hand: 300 made-up conversations
+  vllm-pd simulate --made-up 300
+
+A trace has one JSON object a line: timestamp (ms), input_length, output_length, hash_ids (one number for each 512
+tokens of the prompt; equal numbers mean equal content). Public ones: """
+
+_EXIT_CODES = """
+exit code: 0 done, 1 a request never ended or a worker cannot be measured, 2 a wrong setting"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command; what it needs is imported when it runs."""
+    from vllm_pd.sim.trace import SOURCE
+
+    parser = commands.add_parser(
+        "simulate",
+        help="replay a trace against modelled workers: compare routing policies, size a cluster",
+        description="Replay a trace in virtual time against modelled workers, behind the router's own choice.",
+        epilog=_EXAMPLES + SOURCE + _EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="a trace in Mooncake's format")
+    parser.add_argument("--made-up", type=_positive, metavar="N", help="N made-up conversations instead of a trace")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N requests")
+    cells = parser.add_argument_group("what to compare (lists, separated by commas)")
+    cells.add_argument(
+        "--policies",
+        default="predicted,round-robin,least-loaded,prefix",
+        metavar="LIST",
+        help="or `all`; default: %(default)s",
+    )
+    cells.add_argument("--workers", type=_positive_list(int), metavar="LIST", help="numbers of workers; default: 4")
+    cells.add_argument(
+        "--speed", type=_positive_list(float), default=[1.0], metavar="LIST", help="arrivals so many times as fast"
+    )
+    cells.add_argument("--prefill", type=int, default=0, metavar="N", help="prefill workers")
+    cells.add_argument("--decode", type=int, default=0, metavar="N", help="decode workers")
+    engine = parser.add_argument_group("workers")
+    engine.add_argument(
+        "--gpu-blocks", type=_positive, default=2048, metavar="N", help="GPU cache; default: %(default)s"
+    )
+    engine.add_argument("--cpu-blocks", type=_natural, default=0, metavar="N", help="host memory tier; default: none")
+    engine.add_argument("--ssd-blocks", type=_natural, default=0, metavar="N", help="SSD tier; default: none")
+    engine.add_argument("--block-size", type=_positive, default=512, metavar="N", help="tokens; default: %(default)s")
+    engine.add_argument(
+        "--hash-tokens",
+        type=_positive,
+        default=512,
+        metavar="N",
+        help="tokens that a hash id stands for; default: %(default)s",
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=_positive,
+        default=8192,
+        metavar="N",
+        help="as of vllm serve; default: %(default)s",
+    )
+    engine.add_argument(
+        "--max-num-seqs", type=_positive, default=256, metavar="N", help="as of vllm serve; default: %(default)s"
+    )
+    engine.add_argument(
+        "--timing", type=Path, metavar="FILE", help="JSON with seconds; default: the formula of Dynamo's mocker"
+    )
+    engine.add_argument(
+        "--fit", metavar="URL|FILE", help="fit the timing to an idle worker, or to measured samples (JSON lines)"
+    )
+    engine.add_argument("--save-timing", type=Path, metavar="FILE", help="write the timing in use, for --timing")
+    router = parser.add_argument_group("router")
+    router.add_argument("--temperature", type=float, default=0.0, help="spread choices; default: %(default)s")
+    router.add_argument("--seed", type=int, default=0, help="of all chance; default: %(default)s")
+    router.add_argument(
+        "--event-delay-ms",
+        type=float,
+        default=5.0,
+        metavar="MS",
+        help="from a cache change to the router; default: %(default)s",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON array instead of a table")
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot (needs vllm-pd[plot])")
+    output.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="write plot and table as one page (needs vllm-pd[plot])"
+    )
+    output.add_argument(
+        "--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="processes; default: one a core"
+    )
+    output.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the command line says; returns the exit code."""
+    from vllm_pd.sim import plot
+    from vllm_pd.sim.report import table
+
+    if args.plot or args.html:
+        plot.require()
+    trace = _trace(args)
+    configs = _cells(args)
+    if args.save_timing:
+        configs[0].timing.save(args.save_timing)
+    reports = _simulate(trace, configs, args.jobs, show_progress=not args.quiet)
+    if args.json:
+        print(json.dumps([report.as_dict() for report in reports]))
+    else:
+        print_table(table(reports))
+    if args.plot or args.html:
+        name = args.trace.name if args.trace else f"{args.made_up} made-up conversations"
+        title = f"{name}, {len(trace)} requests"
+        figure = plot.draw(reports, title)
+        if args.plot:
+            plot.save_png(figure, args.plot)
+        if args.html:
+            plot.save_html(figure, reports, title, args.html)
+    return 1 if any(report.unfinished for report in reports) else 0
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """The first column to the left, the figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *rest = row
+        print("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]))
+
+
+def _trace(args: argparse.Namespace) -> list[TraceRequest]:
+    from vllm_pd.sim.trace import make_trace, read_trace
+
+    if (args.trace is None) == (args.made_up is None):
+        raise SettingsError("Give either a trace or --made-up N.")
+    if args.trace is not None:
+        return read_trace(args.trace, limit=args.limit, block_size=args.block_size, hash_tokens=args.hash_tokens)
+    made = make_trace(sessions=args.made_up, turns=6, seed=args.seed, block_size=args.block_size)
+    return made[: args.limit]
+
+
+def _timing(args: argparse.Namespace) -> TimingModel:
+    from vllm_pd.sim.samples import measure, read_samples
+    from vllm_pd.sim.timing import TimingModel, fit
+
+    timing = TimingModel.load(args.timing) if args.timing else TimingModel()
+    if not args.fit:
+        return timing
+    is_url = args.fit.startswith(("http://", "https://"))
+    prefills, steps = measure(args.fit) if is_url else read_samples(Path(args.fit))
+    return fit(prefills, steps, timing)
+
+
+def _cells(args: argparse.Namespace) -> list[ClusterConfig]:
+    from vllm_pd.routing.policies import POLICIES
+    from vllm_pd.sim.cluster import ClusterConfig
+    from vllm_pd.sim.engine import EngineConfig
+
+    policies = list(POLICIES) if args.policies == "all" else [name.strip() for name in args.policies.split(",")]
+    for name in policies:
+        if name not in POLICIES:
+            raise SettingsError(f"There is no policy {name!r}; choose from {', '.join(POLICIES)}.")
+    if (args.prefill > 0) != (args.decode > 0) or min(args.prefill, args.decode) < 0:
+        raise SettingsError("--prefill and --decode go together: a split request needs one of each.")
+    split = args.prefill > 0
+    engine = EngineConfig(
+        gpu_blocks=args.gpu_blocks,
+        block_size=args.block_size,
+        cpu_blocks=args.cpu_blocks,
+        ssd_blocks=args.ssd_blocks,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.max_num_seqs,
+    )
+    timing = _timing(args)
+    clusters = [(count, 0, 0) for count in args.workers or ([] if split else [4])]
+    if split:
+        clusters.append((0, args.prefill, args.decode))
+    return [
+        ClusterConfig(
+            policy=policy,
+            workers=workers,
+            prefill=prefill,
+            decode=decode,
+            speed=speed,
+            engine=engine,
+            timing=timing,
+            seed=args.seed,
+            temperature=args.temperature,
+            event_delay=args.event_delay_ms / 1000,
+        )
+        for workers, prefill, decode in clusters
+        for speed in args.speed
+        for policy in policies
+    ]
+
+
+def _simulate(
+    trace: Sequence[TraceRequest], configs: Sequence[ClusterConfig], jobs: int, *, show_progress: bool
+) -> list[Report]:
+    """Each configuration over the trace, in several processes; results in the order of the configurations."""
+
+    def done(count: int, report: Report) -> None:
+        if show_progress:
+            cell = f"{report.policy}, {report.cluster} workers, x{report.speed:g}"
+            print(f"{count}/{len(configs)} {cell}: mean TTFT {report.ttft_mean:.0f} ms", file=sys.stderr, flush=True)
+
+    jobs = min(jobs, len(configs))
+    if jobs == 1:
+        reports = []
+        for config in configs:
+            reports.append(simulate_one(trace, config))
+            done(len(reports), reports[-1])
+        return reports
+    # Forked, so that the trace is there without being copied.
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, context, _keep_trace, (trace,)) as pool:
+        futures = [pool.submit(_simulate_kept, config) for config in configs]
+        for count, future in enumerate(as_completed(futures), 1):
+            done(count, future.result())
+        return [future.result() for future in futures]
+
+
+def simulate_one(trace: Sequence[TraceRequest], config: ClusterConfig) -> Report:
+    """Run one configuration over a trace, in this process."""
+    from vllm_pd.sim.cluster import Cluster
+    from vllm_pd.sim.report import summarize
+
+    return summarize(Cluster(config).simulate(trace))
+
+
+_kept: Sequence[TraceRequest] = ()
+
+
+def _keep_trace(trace: Sequence[TraceRequest]) -> None:
+    global _kept
+    _kept = trace
+
+
+def _simulate_kept(config: ClusterConfig) -> Report:
+    return simulate_one(_kept, config)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return value
+
+
+def _positive_list(kind: type[int] | type[float]) -> Callable[[str], list[Any]]:
+    def parse(text: str) -> list[Any]:
+        values = [kind(part) for part in text.split(",")]
+        if not all(value > 0 for value in values):
+            raise argparse.ArgumentTypeError("every number must be above 0")
+        return values
+
+    # Named in argparse's message about what cannot be parsed.
+    parse.__name__ = f"list of {kind.__name__}"
+    return parse
