@@ -2,6 +2,10 @@
 
 It has no I/O and no clock of its own. Losing the store changes nothing here: workers stay until a snapshot without
 them arrives, and one that refuses connections is left out for a short time.
+
+A lease that ended is a suspicion, not a death: a machine that stood still for some seconds ends the leases of workers
+that are well. When nothing else decodes, those that left lately are tried until they refuse a connection; without this
+a store that dies just then would leave the router without a worker for as long as it is away.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from dataclasses import dataclass
 from vllm_pd.router.selection import pick_pair
 from vllm_pd.router.worker import Source, Worker
 from vllm_pd.state.base import PoolId, Role, WorkerId, WorkerState
+
+LAST_RESORT_S = 60.0
+"""How long a worker that left is remembered while the store answers: later its address may be somebody else's."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +56,8 @@ class Directory:
         self._workers: dict[WorkerId, Worker] = {}
         self._pools: dict[PoolId, tuple[Worker, ...]] = {}
         self._keep_until: dict[WorkerId, float] = {}
+        self._departed: dict[WorkerId, tuple[Worker, float]] = {}
+        """Workers that decode and are gone from the store, each with the time when that was seen."""
         self._picks = 0
 
     # What requests read.
@@ -69,15 +78,18 @@ class Directory:
         return sorted({name for worker in self._workers.values() for name in worker.record.models})
 
     def serving(self, model: str | None) -> list[Worker] | None:
-        """The workers that may get a request for `model`, paused ones last resort only; None if it is unknown here.
+        """The workers that may get a request for `model`, or None if it is unknown here.
 
         With one pool everything goes to it: adapters loaded at run time are known to its workers only. With several,
-        a request must name a model that some worker answers to.
+        a request must name a model that some worker answers to. Paused and departed ones are a last resort.
         """
-        if len(self._pools) <= 1:
-            return self._usable(self._workers.values())
-        found = [worker for worker in self._workers.values() if model in worker.record.models]
-        return self._usable(found) if found else None
+        one_pool = len(self._pools) <= 1
+        found = [worker for worker in self._workers.values() if one_pool or model in worker.record.models]
+        if self._departed and not any(worker.role.decodes for worker in found):
+            everybody = [*self._workers.values(), *(worker for worker, _ in self._departed.values())]
+            one_pool = len({worker.pool for worker in everybody}) <= 1
+            found = [worker for worker in everybody if one_pool or model in worker.record.models]
+        return self._usable(found) if found or one_pool else None
 
     def _usable(self, workers: Iterable[Worker]) -> list[Worker]:
         """Without paused workers, unless then nothing could decode: a failed attempt beats a refusal on suspicion."""
@@ -92,6 +104,9 @@ class Directory:
         """Why no request could be served now, in one sentence; "" when one could."""
         now = self._clock()
         alive = [worker for worker in self._workers.values() if not worker.is_paused(now)]
+        if not self.store.up:
+            # Nobody can come back to a store that is away: those that left just before may be well.
+            alive += [worker for worker, _ in self._departed.values()]
         if pick_pair(alive) is not None:
             return ""
         paused = [worker.id for worker in self._workers.values() if worker.role.decodes]
@@ -120,7 +135,10 @@ class Directory:
             worker.inflight -= 1
 
     def note_failure(self, worker: Worker, cause: str) -> None:
-        """`worker` took no connection."""
+        """`worker` took no connection. One that had left is forgotten."""
+        if self._departed.pop(worker.id, None) is not None:
+            _log.info("worker %s had left, and takes no connections: %s", worker.id, cause)
+            return
         if not worker.is_paused(self._clock()):
             _log.warning("worker %s takes no connections: %s", worker.id, cause)
         worker.note_failure(self._clock())
@@ -149,6 +167,11 @@ class Directory:
                 self._remove(worker)
         for key, state in fresh.items():
             known = self._workers.get(key)
+            if known is None and (departed := self._departed.pop(key, None)) is not None:
+                known = self._workers[key] = departed[0]
+                known.source = source
+                self.generation += 1
+                _log.info("worker %s is back", key)
             if known is None:
                 self._workers[key] = Worker(state, source, now)
                 self.generation += 1
@@ -159,12 +182,21 @@ class Directory:
                     self.generation += 1
                 known.source = source
                 known.update(state, now)
+        if source is Source.STORE:
+            # While the store was away nobody could come back.
+            self._departed = {
+                key: (worker, now if after_outage else left)
+                for key, (worker, left) in self._departed.items()
+                if after_outage or now - left < LAST_RESORT_S
+            }
         self._index()
 
     def _remove(self, worker: Worker) -> None:
         del self._workers[worker.id]
         self.generation += 1
         self._keep_until.pop(worker.id, None)
+        if worker.source is Source.STORE and worker.role.decodes:
+            self._departed[worker.id] = (worker, self._clock())
         _log.info("worker %s left", worker.id)
 
     def _index(self) -> None:

@@ -86,6 +86,7 @@ class _Call:
     request_id: str | None
     """For `X-Request-Id` where the client named none; None when the client named one, in a header or in the body."""
     base_id: str
+    model: str | None
     started: float
     ready: float
     prefill_took: float = 0.0
@@ -147,7 +148,8 @@ class Proxy:
         own_id = header(request.headers, REQUEST_ID.lower())
         in_body = fields.request_id if fields is not None else None
         base_id = own_id or _for_header(in_body) or _new_id()
-        call = _Call(request, reply, body, workers, None if own_id or in_body else base_id, base_id, started, ready)
+        shown_id = None if own_id or in_body else base_id
+        call = _Call(request, reply, body, workers, shown_id, base_id, model, started, ready)
         reason, prefill = await self._decide(endpoint, fields, workers)
         if prefill is not None:
             self._metrics.split.inc()
@@ -283,6 +285,9 @@ class Proxy:
                 finally:
                     if answer is not None:
                         answer.close()
+        if status == 502 and not any(worker.role.decodes for worker in self._directory.serving(call.model) or ()):
+            # The last resort was a worker that had left, and it is dead indeed.
+            status, problem = 503, self._nothing_decodes(call.model)
         await send_error(call.reply, status, problem or "No worker that decodes is left for this request; try again.")
 
     def _nothing_decodes(self, model: str | None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,8 +55,8 @@ class Endpoint:
     model: str
 
     def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
-        """The decoded JSON answer. Raises urllib.error.HTTPError."""
-        with urllib.request.urlopen(self._request(path, body, headers), timeout=TIMEOUT_S) as response:
+        """The decoded JSON answer. Raises urllib.error.HTTPError, whose body a failing test shows."""
+        with _open(self._request(path, body, headers)) as response:
             return json.load(response)
 
     def ask(self, prompt: Prompt) -> Answer:
@@ -80,7 +82,7 @@ class Endpoint:
 
     def _stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         choices = []
-        with urllib.request.urlopen(self._request(path, body, None), timeout=TIMEOUT_S) as response:
+        with _open(self._request(path, body, None)) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             lines = [line.decode().strip() for line in response]
         data = [line.removeprefix("data: ") for line in lines if line]
@@ -93,6 +95,17 @@ class Endpoint:
         return urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"content-type": "application/json", **(headers or {})}
         )
+
+
+def _open(request: urllib.request.Request) -> Any:
+    """The response. Raises HTTPError with a note of what the server said, which can still be read from it."""
+    try:
+        return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+    except urllib.error.HTTPError as e:
+        said = e.read()
+        error = urllib.error.HTTPError(e.url, e.code, e.reason, e.headers, io.BytesIO(said))
+        error.add_note(f"{request.full_url} said: {said.decode(errors='replace')}")
+        raise error from None
 
 
 def _chat_answer(choices: list[dict[str, Any]]) -> Answer:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_pd.router.directory import Directory
+from vllm_pd.router.directory import LAST_RESORT_S, Directory
 from vllm_pd.router.worker import LONGEST_PAUSE_S, Source, Worker
 from vllm_pd.state import Epoch, PoolSpec, Role, WorkerId, WorkerLoad, WorkerRecord, WorkerState
 
@@ -199,3 +199,60 @@ def test_worker_that_is_away_for_long_stays_at_the_longest_pause(directory: Dire
         clock.now = worker.resume_at
     directory.note_failure(worker, "refused")
     assert worker.resume_at - clock.now == LONGEST_PAUSE_S
+
+
+def test_the_last_decode_worker_is_tried_after_its_lease_until_it_refuses(directory: Directory, clock: Clock) -> None:
+    directory.store_up()
+    directory.replace(Source.STORE, [state("d", Role.DECODE), state("p", Role.PREFILL)])
+    directory.replace(Source.STORE, [state("p", Role.PREFILL)])
+    assert names(directory) == ["p"]
+    assert "No worker that decodes is alive" in directory.missing()
+    tried = directory.serving("m") or []
+    assert {w.id for w in tried} == {"d", "p"}
+    directory.note_failure(next(w for w in tried if w.id == "d"), "refused")
+    assert [w.id for w in directory.serving("m") or []] == ["p"]
+
+
+def test_a_store_that_dies_while_a_lease_is_late_leaves_the_worker_in_use(directory: Directory, clock: Clock) -> None:
+    directory.store_up()
+    directory.replace(Source.STORE, [state("d", Role.DECODE), state("p", Role.PREFILL)])
+    directory.replace(Source.STORE, [state("p", Role.PREFILL)])
+    directory.store_down("killed")
+    clock.now += 3600
+    assert directory.missing() == ""
+    assert {w.id for w in directory.serving("m") or []} == {"d", "p"}
+    directory.replace(Source.STORE, [], after_outage=directory.store_up())
+    assert {w.id for w in directory.serving("m") or []} == {"d", "p"}, "it has not had the time to come back"
+
+
+def test_a_worker_that_is_late_comes_back_with_its_requests_counted(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("d"), state("p", Role.PREFILL)])
+    worker = directory.workers[0]
+    with directory.using(worker):
+        directory.replace(Source.STORE, [state("p", Role.PREFILL)])
+        directory.replace(Source.STORE, [state("d"), state("p", Role.PREFILL)])
+        assert directory.workers[0] is worker
+        assert worker.inflight == 1
+
+
+def test_a_worker_that_left_is_not_tried_while_another_decodes_nor_after_a_minute(
+    directory: Directory, clock: Clock
+) -> None:
+    directory.replace(Source.STORE, [state("a"), state("b")])
+    directory.replace(Source.STORE, [state("b")])
+    assert [w.id for w in directory.serving("m") or []] == ["b"]
+    clock.now += LAST_RESORT_S
+    directory.replace(Source.STORE, [state("p", Role.PREFILL)])
+    assert {w.id for w in directory.serving("m") or []} == {"b", "p"}
+    clock.now += LAST_RESORT_S
+    directory.replace(Source.STORE, [state("p", Role.PREFILL)])
+    assert [w.id for w in directory.serving("m") or []] == ["p"]
+
+
+def test_a_worker_that_left_is_tried_for_its_own_model_only(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a"), state("b", spec=OTHER)])
+    directory.replace(Source.STORE, [state("b", spec=OTHER)])
+    assert [w.id for w in directory.serving("m") or []] == ["b"], "one pool is left, so everything goes to it"
+    directory.replace(Source.STORE, [state("p", Role.PREFILL, spec=OTHER)])
+    assert [w.id for w in directory.serving("m") or []] == ["a"]
+    assert {w.id for w in directory.serving("other") or []} == {"b", "p"}

@@ -464,7 +464,10 @@ async def test_body_over_the_limit_is_refused(start_cluster: StartCluster, start
     assert (await cluster.post("/v1/completions", b"x" * 1048))[0] != 413
 
 
-async def test_worker_whose_lease_ends_is_gone(pd: PD) -> None:
+async def test_worker_whose_lease_ends_is_gone_and_serves_as_the_last_resort_while_it_takes_connections(pd: PD) -> None:
     await pd.cluster.registry.heartbeat(record(pd.decode, Role.DECODE), 300)
     await until(lambda: len(pd.cluster.service.directory.workers) == 1, "the lease ran out")
+    assert (await pd.cluster.post("/v1/completions", BODY))[0] == 200
+    assert (await pd.cluster.get("/ready"))[0] == 503
+    await pd.decode.stop()
     assert (await pd.cluster.post("/v1/completions", BODY))[0] == 503

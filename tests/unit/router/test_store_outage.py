@@ -77,6 +77,27 @@ async def test_router_serves_through_an_outage_and_recovers_by_itself(
     assert (await call(router, "/v1/completions", BODY))[0] == 200
 
 
+async def test_store_that_dies_while_the_decode_worker_is_late_does_not_cost_a_request(
+    store: EmbeddedStore, registry: Registry, router: RouterService, start_worker: StartWorker
+) -> None:
+    """As on a machine that stood still: a lease ended, and the store is gone before the worker can renew it."""
+    prefill, decode = await start_worker(), await start_worker()
+    await registry.heartbeat(record(prefill, Role.PREFILL), 60_000)
+    await registry.heartbeat(record(decode, Role.DECODE), 2_000)
+    await until(lambda: len(router.directory.workers) == 2, "the workers are known")
+    await until(lambda: [w.id for w in router.directory.workers] == [prefill.host_port], "the lease ended")
+    assert (await call(router, "/v1/completions", BODY))[0] == 200
+    store.kill()
+    await until(lambda: not router.directory.store.up, "the outage is noticed")
+    assert (await call(router, "/v1/completions", BODY))[0] == 200
+    assert (await call(router, "/ready"))[0] == 200
+    await decode.stop()
+    code, answer = await call(router, "/v1/completions", BODY)
+    assert code == 503
+    assert b"No worker that decodes is alive" in answer
+    assert (await call(router, "/ready"))[0] == 503
+
+
 async def test_store_that_stops_answering_does_not_hold_up_requests(
     store: EmbeddedStore, registry: Registry, router: RouterService, start_worker: StartWorker
 ) -> None:
