@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.conformance.harness import Harness
 from vllm_pd.block_hash import KEY_BYTES
@@ -33,9 +36,11 @@ OTHER_POOL = PoolId("fedcba9876543210")
 HOLDER = Holder(WorkerId("[::1]:8000"), 1)
 EPOCH = Epoch(1_764_000_000_000)
 TTL_MS = 60_000
+STEP = st.sampled_from(["3", "30", "3000", "replace", "lose", "clear", "reader", "read", "read"])
 GPU, CPU, SSD = int(Tier.GPU), int(Tier.CPU), int(Tier.SSD)
 
 
+@functools.cache
 def key(n: int) -> bytes:
     return hashlib.sha256(b"%d" % n).digest()[:KEY_BYTES]
 
@@ -76,7 +81,14 @@ class Mirror:
         self.blocks, self.seq = (unpacked(held.blocks), held.seq) if held is not None else ({}, 0)
 
     async def catch_up(self, limit: int = 256) -> None:
-        while entries := await self._index.read(POOL, self._after, wait_ms=0, limit=limit):
+        while True:
+            try:
+                entries = await self._index.read(POOL, self._after, wait_ms=0, limit=limit)
+            except IndexLost:
+                await self.start()
+                continue
+            if not entries:
+                return
             for entry in entries:
                 self._after = entry.position
                 if (entry.holder, entry.epoch) == (self._holder, self._epoch):
@@ -132,6 +144,14 @@ def whatever(truth: dict[bytes, int], chance: random.Random, blocks: int) -> dic
             else:
                 truth.pop(key(n), None)
     return {bits: packed(numbers) for bits, numbers in changed.items()}
+
+
+def grouped(truth: Mapping[bytes, int]) -> dict[int, Packed]:
+    """By tier bits, as an agent states it."""
+    lists: dict[int, list[bytes]] = {}
+    for name, bits in truth.items():
+        lists.setdefault(bits, []).append(name)
+    return {bits: b"".join(names) for bits, names in lists.items()}
 
 
 class BlockIndexConformance:
@@ -202,30 +222,46 @@ class BlockIndexConformance:
         await writer.replace({})
         assert await held(index) == {}
 
-    async def test_random_changes_end_as_the_truth_for_readers_that_started_at_any_time(self, harness: Harness) -> None:
-        chance = random.Random(7)
+    @given(steps=st.lists(STEP, max_size=25), seed=st.integers(0, 99))
+    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    async def test_whatever_happens_readers_that_started_at_any_time_end_with_the_truth(
+        self, harness: Harness, steps: list[str], seed: int
+    ) -> None:
+        await harness.lose_everything()
+        chance = random.Random(seed)
         index, reader = harness.block_index(), harness.block_index()
         truth: dict[bytes, int] = {}
-        mirrors: list[Mirror] = []
+        mirrors = [Mirror(reader)]
         writer = await begun(index)
-        for step in range(60):
-            if step % 6 == 0:
+        for step in steps:
+            if step == "replace":
+                await writer.replace(grouped(truth))
+            elif step == "lose":
+                await harness.lose_everything()
+            elif step == "clear":
+                await index.clear(POOL)
+            elif step == "reader":
                 mirrors.append(Mirror(reader))
                 await mirrors[-1].start()
-            if step % 17 == 16:
-                # A replacement as an agent makes it after it lost touch: from its own truth.
-                lists: dict[int, list[bytes]] = {}
-                for name, bits in truth.items():
-                    lists.setdefault(bits, []).append(name)
-                await writer.replace({bits: b"".join(names) for bits, names in lists.items()})
+            elif step == "read":
+                await chance.choice(mirrors).catch_up(limit=chance.choice([1, 2, 256]))
             else:
-                await writer.write(whatever(truth, chance, 700))
-            if step % 5 == 0:
-                await chance.choice(mirrors).catch_up(limit=chance.choice([1, 7, 256]))
+                changed = whatever(truth, chance, int(step))
+                try:
+                    await writer.write(changed)
+                except IndexLost:
+                    await writer.replace(grouped(truth))
+        # What the agent does at its next heartbeat.
+        try:
+            await writer.renew(TTL_MS)
+        except IndexLost:
+            await writer.replace(grouped(truth))
         assert await held(index) == truth
         for mirror in mirrors:
             await mirror.catch_up()
             assert (mirror.blocks, mirror.gaps) == (truth, 0)
+        await index.close()
+        await reader.close()
 
     async def test_a_snapshot_taken_while_blocks_change_converges(self, harness: Harness) -> None:
         index, reader = harness.block_index(), harness.block_index()

@@ -103,8 +103,7 @@ class MemoryBlockWriter:
         cache.seq = self._seq
 
     def _announce(self, space: Namespace, change: BlockChange) -> None:
-        stream = space.events.setdefault(self._pool, MemoryStream())
-        stream.append(lambda position: StreamEntry(position, self._holder, self._epoch, change))
+        space.stream(self._pool).append(lambda position: StreamEntry(position, self._holder, self._epoch, change))
 
 
 class MemoryBlockIndex:
@@ -184,7 +183,7 @@ class MemoryBlockIndex:
 
     def _stream(self, pool: PoolId) -> MemoryStream:
         """Call with the store's lock held."""
-        return self._store.namespace(self._namespace).events.setdefault(pool, MemoryStream())
+        return self._store.namespace(self._namespace).stream(pool)
 
     def _after(self, pool: PoolId, stream: MemoryStream, after: Position, limit: int) -> Sequence[StreamEntry]:
         """Call with the store's lock held."""

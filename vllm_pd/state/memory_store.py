@@ -28,11 +28,15 @@ class MemoryCache:
 
 
 class MemoryStream:
-    """A bounded list of numbered entries, and who waits for the next. Call everything with the store's lock held."""
+    """A bounded list of numbered entries, and who waits for the next. Call everything with the store's lock held.
 
-    def __init__(self) -> None:
+    Args:
+        last: numbers begin after this one.
+    """
+
+    def __init__(self, last: int) -> None:
         self.entries: deque[StreamEntry] = deque(maxlen=_LONGEST_STREAM)
-        self.last = 0
+        self.last = last
         self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     @property
@@ -60,11 +64,16 @@ class MemoryStream:
 class Namespace:
     """Values with the time (ms of the store's clock) at which each ends."""
 
+    restarts: int
     workers: dict[tuple[PoolId, WorkerId], tuple[WorkerRecord, float]] = field(default_factory=dict)
     loads: dict[tuple[PoolId, WorkerId], dict[int, tuple[dict[int, WorkerLoad], float]]] = field(default_factory=dict)
     tokenizers: dict[tuple[PoolId, str], tuple[TokenizerFiles, float]] = field(default_factory=dict)
     caches: dict[tuple[PoolId, Holder, Epoch], MemoryCache] = field(default_factory=dict)
     events: dict[PoolId, MemoryStream] = field(default_factory=dict)
+
+    def stream(self, pool: PoolId) -> MemoryStream:
+        """The pool's events. Numbers of an earlier life of the store are smaller, as a server's clock makes them."""
+        return self.events.setdefault(pool, MemoryStream(self.restarts << 40))
 
     def drop_ended(self, now: float) -> None:
         self.workers = {key: value for key, value in self.workers.items() if value[1] > now}
@@ -87,6 +96,7 @@ class MemoryStore:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._namespaces: dict[str, Namespace] = {}
+        self._restarts = 0
         self.lock = threading.Lock()
 
     def now_ms(self) -> float:
@@ -94,7 +104,7 @@ class MemoryStore:
 
     def namespace(self, name: str) -> Namespace:
         """Call with `lock` held; everything that has ended is already gone."""
-        space = self._namespaces.setdefault(name, Namespace())
+        space = self._namespaces.setdefault(name, Namespace(self._restarts))
         space.drop_ended(self.now_ms())
         return space
 
@@ -102,3 +112,4 @@ class MemoryStore:
         """Forget everything, as a restart of the store would."""
         with self.lock:
             self._namespaces.clear()
+            self._restarts += 1
