@@ -13,6 +13,7 @@ from vllm_pd.state import (
     PoolSpec,
     Registry,
     Role,
+    RouterWork,
     TokenizerFiles,
     WorkerId,
     WorkerLoad,
@@ -179,6 +180,35 @@ class RegistryConformance:
         registry = harness.registry()
         await registry.publish_load(WorkerId("a:1"), POOL.id, 0, {0: WorkerLoad(1, 1, 0.1, 1)}, LEASE_MS)
         assert await live(registry) == []
+
+    async def test_the_work_of_every_router_shows_at_its_workers(self, harness: Harness) -> None:
+        registry = harness.registry()
+        one, two, other = worker("a:1"), worker("b:1"), worker("c:1", pool=OTHER_POOL)
+        for record in (one, two, other):
+            await registry.heartbeat(record, LEASE_MS)
+        work = {one.id: RouterWork(1000, 3), two.id: RouterWork(0, 1)}
+        await registry.publish_inflight("router-b", POOL.id, work, LEASE_MS)
+        await registry.publish_inflight("router-a", POOL.id, {one.id: RouterWork(7, 1)}, LEASE_MS)
+        await registry.publish_inflight("router-a", OTHER_POOL.id, {other.id: RouterWork(9, 9)}, LEASE_MS)
+        assert [list(state.others.items()) for state in (await registry.snapshot()).workers] == [
+            [("router-a", RouterWork(7, 1)), ("router-b", RouterWork(1000, 3))],
+            [("router-b", RouterWork(0, 1))],
+            [("router-a", RouterWork(9, 9))],
+        ]
+
+    async def test_a_router_replaces_its_work_and_a_silent_one_is_forgotten(self, harness: Harness) -> None:
+        registry = harness.registry()
+        await registry.heartbeat(worker(), LEASE_MS)
+        id = worker().id
+        await registry.publish_inflight("stays", POOL.id, {id: RouterWork(5, 1), WorkerId("z:1"): RouterWork(1, 1)}, 60)
+        await registry.publish_inflight("gone", POOL.id, {id: RouterWork(5, 1)}, 40)
+        await harness.pass_time(60)
+        await registry.publish_inflight("stays", POOL.id, {id: RouterWork(0, 2)}, LEASE_MS)
+        (state,) = (await registry.snapshot()).workers
+        assert state.others == {"stays": RouterWork(0, 2)}
+        await registry.publish_inflight("stays", POOL.id, {}, LEASE_MS)
+        (state,) = (await registry.snapshot()).workers
+        assert state.others == {}
 
     async def test_tokenizer_files_come_back_whole_and_only_from_their_pool(self, harness: Harness) -> None:
         registry = harness.registry()

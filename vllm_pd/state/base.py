@@ -114,12 +114,24 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterWork:
+    """What one router has sent to a worker and not seen the end of."""
+
+    prefill_tokens: int
+    """Prompt tokens to compute of requests whose first token has not come."""
+    requests: int
+    """Requests in progress, waiting ones included."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerState:
     """A live worker with the newest load of each of its engines (data-parallel rank -> load)."""
 
     record: WorkerRecord
     lease_left_ms: int
     loads: Mapping[int, WorkerLoad] = field(default_factory=dict)
+    others: Mapping[str, RouterWork] = field(default_factory=dict)
+    """Router id -> its work on this worker, for each router that published some; a router leaves itself out."""
 
     @property
     def running(self) -> int:
@@ -188,6 +200,11 @@ class Registry(Protocol):
         self, worker: WorkerId, pool: PoolId, writer: int, loads: Mapping[int, WorkerLoad], ttl_ms: int
     ) -> None:
         """Replace the load entry of one API server process (`writer` is its rank). Best effort: last write wins."""
+
+    async def publish_inflight(
+        self, router_id: str, pool: PoolId, work: Mapping[WorkerId, RouterWork], ttl_ms: int
+    ) -> None:
+        """Replace what one router says about its work on the workers of a pool. Best effort: last write wins."""
 
     async def withdraw(self, worker: WorkerId, pool: PoolId, epoch: Epoch) -> bool:
         """Remove the worker if `epoch` is still the stored one. Returns whether it was removed. Idempotent."""

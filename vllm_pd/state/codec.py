@@ -10,10 +10,19 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from vllm_pd.state.base import RegistrySnapshot, TokenizerFiles, WorkerLoad, WorkerRecord, WorkerState
+from vllm_pd.state.base import (
+    RegistrySnapshot,
+    RouterWork,
+    TokenizerFiles,
+    WorkerId,
+    WorkerLoad,
+    WorkerRecord,
+    WorkerState,
+)
 
 _record_decoder = msgspec.json.Decoder(WorkerRecord)
 _loads_decoder = msgspec.msgpack.Decoder(dict[int, WorkerLoad])
+_work_decoder = msgspec.msgpack.Decoder(dict[str, tuple[int, int]])
 _tokenizer_decoder = msgspec.msgpack.Decoder(TokenizerFiles)
 
 
@@ -33,6 +42,15 @@ def encode_loads(loads: Mapping[int, WorkerLoad]) -> bytes:
 def decode_loads(data: bytes) -> dict[int, WorkerLoad]:
     """Raises ValueError when `data` is no load entry."""
     return _loads_decoder.decode(data)
+
+
+def encode_work(work: Mapping[WorkerId, RouterWork]) -> bytes:
+    return msgspec.msgpack.encode({worker: (each.prefill_tokens, each.requests) for worker, each in work.items()})
+
+
+def decode_work(data: bytes) -> dict[WorkerId, RouterWork]:
+    """Raises ValueError when `data` is not a router's work."""
+    return {WorkerId(worker): RouterWork(*each) for worker, each in _work_decoder.decode(data).items()}
 
 
 def encode_tokenizer(files: TokenizerFiles) -> bytes:
@@ -56,6 +74,15 @@ def merge_loads(entries: Iterable[Mapping[int, WorkerLoad]]) -> dict[int, Worker
             if engine not in merged or load.at_ms > merged[engine].at_ms:
                 merged[engine] = load
     return dict(sorted(merged.items()))
+
+
+def by_worker(works: Iterable[tuple[str, Mapping[WorkerId, RouterWork]]]) -> dict[WorkerId, dict[str, RouterWork]]:
+    """From router id -> its work to worker -> every router's work on it, in the order of router ids."""
+    out: dict[WorkerId, dict[str, RouterWork]] = {}
+    for router, work in sorted(works, key=lambda item: item[0]):
+        for worker, each in work.items():
+            out.setdefault(worker, {})[router] = each
+    return out
 
 
 def assemble(states: Iterable[WorkerState]) -> RegistrySnapshot:

@@ -66,6 +66,10 @@ class Keys:
         """HASH with a time to live: rank of the API server process -> `<end ms>:<msgpack {engine: WorkerLoad}>`."""
         return f"{self._tag(pool)}:load:{worker}"
 
+    def inflight(self, pool: PoolId) -> str:
+        """HASH with a time to live: router id -> `<end ms>:<msgpack {worker: [prefill tokens, requests]}>`."""
+        return f"{self._tag(pool)}:inflight"
+
     def caches(self, pool: PoolId) -> str:
         """ZSET: name of a cache (`cache_name`) -> when it ends, ms of the store's clock."""
         return f"{self._tag(pool)}:caches"

@@ -9,13 +9,14 @@ from vllm_pd.state.base import (
     HeartbeatResult,
     PoolId,
     RegistrySnapshot,
+    RouterWork,
     TokenizerFiles,
     WorkerId,
     WorkerLoad,
     WorkerRecord,
     WorkerState,
 )
-from vllm_pd.state.codec import assemble, merge_loads
+from vllm_pd.state.codec import assemble, by_worker, merge_loads
 from vllm_pd.state.keys import check_namespace
 from vllm_pd.state.memory_store import MemoryStore
 
@@ -48,6 +49,13 @@ class MemoryRegistry:
             entries = space.loads.setdefault((pool, worker), {})
             entries[writer] = (dict(loads), self._store.now_ms() + ttl_ms)
 
+    async def publish_inflight(
+        self, router_id: str, pool: PoolId, work: Mapping[WorkerId, RouterWork], ttl_ms: int
+    ) -> None:
+        with self._store.lock:
+            space = self._store.namespace(self._namespace)
+            space.inflight[(pool, router_id)] = (dict(work), self._store.now_ms() + ttl_ms)
+
     async def withdraw(self, worker: WorkerId, pool: PoolId, epoch: Epoch) -> bool:
         with self._store.lock:
             space = self._store.namespace(self._namespace)
@@ -62,11 +70,16 @@ class MemoryRegistry:
         with self._store.lock:
             space = self._store.namespace(self._namespace)
             now = self._store.now_ms()
+            works: dict[PoolId, list[tuple[str, dict[WorkerId, RouterWork]]]] = {}
+            for (pool, router), (work, _) in space.inflight.items():
+                works.setdefault(pool, []).append((router, work))
+            others = {pool: by_worker(items) for pool, items in works.items()}
             return assemble(
                 WorkerState(
                     record,
                     int(ends - now),
                     merge_loads(entry for entry, _ in space.loads.get(key, {}).values()),
+                    others.get(key[0], {}).get(key[1], {}),
                 )
                 for key, (record, ends) in space.workers.items()
             )

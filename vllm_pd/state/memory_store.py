@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_pd.state.base import Epoch, PoolId, TokenizerFiles, WorkerId, WorkerLoad, WorkerRecord
+from vllm_pd.state.base import Epoch, PoolId, RouterWork, TokenizerFiles, WorkerId, WorkerLoad, WorkerRecord
 from vllm_pd.state.block_index import Holder, Position, StreamEntry
 
 _LONGEST_STREAM = 65_536
@@ -67,6 +67,7 @@ class Namespace:
     restarts: int
     workers: dict[tuple[PoolId, WorkerId], tuple[WorkerRecord, float]] = field(default_factory=dict)
     loads: dict[tuple[PoolId, WorkerId], dict[int, tuple[dict[int, WorkerLoad], float]]] = field(default_factory=dict)
+    inflight: dict[tuple[PoolId, str], tuple[dict[WorkerId, RouterWork], float]] = field(default_factory=dict)
     tokenizers: dict[tuple[PoolId, str], tuple[TokenizerFiles, float]] = field(default_factory=dict)
     caches: dict[tuple[PoolId, Holder, Epoch], MemoryCache] = field(default_factory=dict)
     events: dict[PoolId, MemoryStream] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Namespace:
 
     def drop_ended(self, now: float) -> None:
         self.workers = {key: value for key, value in self.workers.items() if value[1] > now}
+        self.inflight = {key: value for key, value in self.inflight.items() if value[1] > now}
         self.tokenizers = {key: value for key, value in self.tokenizers.items() if value[1] > now}
         self.caches = {key: cache for key, cache in self.caches.items() if cache.ends > now}
         fresh = {

@@ -7,7 +7,8 @@ never repeated: a caller that wants to try again does so at its own pace. One in
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from redis.exceptions import ResponseError
 
@@ -17,6 +18,7 @@ from vllm_pd.state.base import (
     HeartbeatResult,
     PoolId,
     RegistrySnapshot,
+    RouterWork,
     TokenizerFiles,
     WorkerId,
     WorkerLoad,
@@ -26,6 +28,7 @@ from vllm_pd.state.base import (
 from vllm_pd.state.keys import Keys
 from vllm_pd.state.redis_calls import RedisCalls, execute
 
+T = TypeVar("T")
 _POOL_ID = re.compile(rb"[0-9a-f]{16}")
 
 
@@ -78,7 +81,15 @@ class RedisRegistry:
     ) -> None:
         async with self._calls.answer():
             await self._client.eval(
-                scripts.PUBLISH_LOAD, 1, self.keys.load(pool, worker), writer, ttl_ms, codec.encode_loads(loads)
+                scripts.PUBLISH, 1, self.keys.load(pool, worker), writer, ttl_ms, codec.encode_loads(loads)
+            )
+
+    async def publish_inflight(
+        self, router_id: str, pool: PoolId, work: Mapping[WorkerId, RouterWork], ttl_ms: int
+    ) -> None:
+        async with self._calls.answer():
+            await self._client.eval(
+                scripts.PUBLISH, 1, self.keys.inflight(pool), router_id, ttl_ms, codec.encode_work(work)
             )
 
     async def withdraw(self, worker: WorkerId, pool: PoolId, epoch: Epoch) -> bool:
@@ -101,11 +112,22 @@ class RedisRegistry:
         async with self._calls.answer():
             pools = await self._live_pools(bad)
             members = await self._live_members(pools, bad)
+            # The store's time at which each pool's members were read.
+            times = {pool: now for pool, _, now, _ in members}
             async with self._client.pipeline(transaction=False) as pipe:
                 for pool, worker, *_ in members:
                     pipe.hget(self.keys.worker(pool, worker), "record")
                     pipe.hgetall(self.keys.load(pool, worker))
-                replies = await execute(pipe)
+                for pool in times:
+                    pipe.hgetall(self.keys.inflight(pool))
+                found = await execute(pipe)
+        replies, works = found[: 2 * len(members)], found[2 * len(members) :]
+        others = {}
+        for (pool, now), work in zip(times.items(), works, strict=True):
+            fields, unreadable = _fresh_fields(work, now, _decode_work)
+            if unreadable:
+                bad.append(self.keys.inflight(pool))
+            others[pool] = codec.by_worker(fields)
         for (pool, worker, now, ends), record, loads in zip(members, replies[0::2], replies[1::2], strict=True):
             if record is None:
                 # Evicted, or ended since the second round trip.
@@ -114,10 +136,12 @@ class RedisRegistry:
             if decoded is None:
                 bad.append(self.keys.worker(pool, worker))
                 continue
-            entries, unreadable = _decode_loads(loads, now)
+            entries, unreadable = _fresh_fields(loads, now, _decode_load)
             if unreadable:
                 bad.append(self.keys.load(pool, worker))
-            states.append(WorkerState(decoded, int(ends - now), codec.merge_loads(entries)))
+            states.append(
+                WorkerState(decoded, int(ends - now), codec.merge_loads(entries), others[pool].get(worker, {}))
+            )
         self._calls.report(bad)
         return codec.assemble(states)
 
@@ -183,18 +207,26 @@ def _decode_record(reply: bytes | ResponseError, pool: PoolId, worker: WorkerId)
     return record if record.id == worker and record.pool.id == pool else None
 
 
-def _decode_loads(
-    reply: Mapping[bytes, bytes] | ResponseError, now_ms: float
-) -> tuple[list[dict[int, WorkerLoad]], bool]:
-    """Load entries that have not ended, and whether some were unreadable."""
+def _decode_load(writer: bytes, data: bytes) -> dict[int, WorkerLoad]:
+    return codec.decode_loads(data)
+
+
+def _decode_work(router: bytes, data: bytes) -> tuple[str, dict[WorkerId, RouterWork]]:
+    return router.decode(), codec.decode_work(data)
+
+
+def _fresh_fields(
+    reply: Mapping[bytes, bytes] | ResponseError, now_ms: float, decode: Callable[[bytes, bytes], T]
+) -> tuple[list[T], bool]:
+    """Fields that have not ended, and whether some were unreadable."""
     if isinstance(reply, ResponseError):
         return [], True
-    entries, unreadable = [], False
-    for value in reply.values():
+    fresh, unreadable = [], False
+    for writer, value in reply.items():
         ends, _, payload = value.partition(b":")
         try:
             if float(ends) > now_ms:
-                entries.append(codec.decode_loads(payload))
+                fresh.append(decode(writer, payload))
         except ValueError:
             unreadable = True
-    return entries, unreadable
+    return fresh, unreadable

@@ -74,9 +74,9 @@ return {ms(now), redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. ms(now), '+inf', 'W
 )
 """The store's time in ms and the members whose end is in the future, each followed by its end."""
 
-PUBLISH_LOAD = (
+PUBLISH = (
     """
--- KEYS: load. ARGV: writer, ttl ms, payload.
+-- KEYS: a HASH of writer -> '<end ms>:<payload>'. ARGV: writer, ttl ms, payload.
 """
     + _NOW
     + """
@@ -84,8 +84,17 @@ local lease = tonumber(ARGV[2])
 redis.call('HSET', KEYS[1], ARGV[1], ms(now + lease) .. ':' .. ARGV[3])
 """
     + _KEEP_SET
+    + """
+if redis.call('HLEN', KEYS[1]) > 1 then
+  local all = redis.call('HGETALL', KEYS[1])
+  for i = 1, #all, 2 do
+    local ends = tonumber(string.match(all[i + 1], '^(%d+):'))
+    if ends and ends <= now then redis.call('HDEL', KEYS[1], all[i]) end
+  end
+end
+"""
 )
-"""Replace one writer's load. Each field has an end of its own: the key lives as long as its liveliest writer."""
+"""Replace what one writer says. Each field has an end of its own: the key lives as long as its liveliest writer."""
 
 WITHDRAW = """
 -- KEYS: workers, worker, load. ARGV: id, epoch.

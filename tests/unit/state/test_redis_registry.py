@@ -13,7 +13,7 @@ import redis
 from tests.conformance.registry import FILES, LEASE_MS, OTHER_POOL, POOL, live, worker
 from vllm_pd.errors import SettingsError, StoreError
 from vllm_pd.graph.embedded_store import EmbeddedStore
-from vllm_pd.state import Epoch, HeartbeatResult, WorkerId, WorkerLoad, scripts
+from vllm_pd.state import Epoch, HeartbeatResult, RouterWork, WorkerId, WorkerLoad, scripts
 from vllm_pd.state.keys import Keys
 from vllm_pd.state.redis_registry import RedisRegistry
 
@@ -78,6 +78,7 @@ async def test_every_call_on_a_silent_store_ends_by_its_deadline(store: Embedded
     store.pause()
     calls = {
         "heartbeat": lambda: registry.heartbeat(worker(), LEASE_MS),
+        "publish_inflight": lambda: registry.publish_inflight("r", POOL.id, {}, LEASE_MS),
         "publish_load": lambda: registry.publish_load(WorkerId("a:1"), POOL.id, 0, {}, LEASE_MS),
         "withdraw": lambda: registry.withdraw(WorkerId("a:1"), POOL.id, Epoch(1)),
         "snapshot": registry.snapshot,
@@ -209,10 +210,11 @@ async def test_foreign_data_costs_only_itself_and_is_said_once(
     client.zadd(KEYS.pools, {"not a pool": 1e15})
     client.delete(KEYS.workers(OTHER_POOL.id))
     client.set(KEYS.workers(OTHER_POOL.id), "a string")
+    client.hset(KEYS.inflight(POOL.id), mapping={"r1": b"1e15:not work", b"\xff": b"999999999999999:\x80"})
     for _ in range(3):
         states = (await registry.snapshot()).workers
         assert [(s.record.id, s.running) for s in states] == [("bad:3", 0), ("bad:4", 1), ("good:1", 1)]
-    assert registry.malformed_total == 3 * 8
+    assert registry.malformed_total == 3 * 9
     assert len([r for r in caplog.records if "cannot be read" in r.message]) == 1
 
 
@@ -241,9 +243,10 @@ async def test_tokenizer_files_that_were_tampered_with_are_not_returned(
 async def test_every_key_ends_by_itself(client: redis.Redis, registry: RedisRegistry) -> None:
     await registry.heartbeat(worker(), LEASE_MS)
     await registry.publish_load(worker().id, POOL.id, 0, {0: WorkerLoad(1, 0, 0.0, 1)}, LEASE_MS)
+    await registry.publish_inflight("r", POOL.id, {worker().id: RouterWork(1, 1)}, LEASE_MS)
     await registry.put_tokenizer(POOL.id, FILES, LEASE_MS)
     keys = client.keys("*")
-    assert len(keys) == 5
+    assert len(keys) == 6
     assert all(0 < client.pttl(key) <= LEASE_MS for key in keys)
 
 
@@ -254,6 +257,12 @@ async def test_expired_members_are_removed_by_whoever_comes_by(client: redis.Red
     for _ in range(2):
         assert await live(registry) == [worker("live:1")]
     assert client.zcard(KEYS.workers(POOL.id)) == client.zcard(KEYS.pools) == 1
+
+
+async def test_writers_that_fell_silent_leave_no_field_behind(client: redis.Redis, registry: RedisRegistry) -> None:
+    client.hset(KEYS.inflight(POOL.id), mapping={f"dead-{n}": b"5:\x80" for n in range(50)})
+    await registry.publish_inflight("live", POOL.id, {}, LEASE_MS)
+    assert client.hkeys(KEYS.inflight(POOL.id)) == [b"live"]
 
 
 async def test_snapshots_take_three_round_trips_however_many_workers(
@@ -285,6 +294,7 @@ def test_the_keys_of_a_script_share_a_slot() -> None:
 
     id = worker("[::1]:8000").id
     pool_keys = [KEYS.workers(POOL.id), KEYS.worker(POOL.id, id), KEYS.load(POOL.id, id), KEYS.tokenizer(POOL.id, "0")]
+    pool_keys.append(KEYS.inflight(POOL.id))
     assert len({key_slot(key.encode()) for key in pool_keys}) == 1
     assert all(f"KEYS[{n}]" in scripts.HEARTBEAT for n in (1, 2, 3))
-    assert all("KEYS[2]" not in script for script in (scripts.LIVE, scripts.TOUCH_POOL, scripts.PUBLISH_LOAD))
+    assert all("KEYS[2]" not in script for script in (scripts.LIVE, scripts.TOUCH_POOL, scripts.PUBLISH))
