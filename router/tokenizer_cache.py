@@ -32,7 +32,7 @@ class TokenizerCache:
         self._ready: dict[str, PromptTokenizer] = {}
         self._retry_at: dict[str, float] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._hashers: dict[PoolSpec, tuple[PromptTokenizer | None, PromptHasher]] = {}
+        self._hashers: dict[tuple[PoolSpec, str], tuple[PromptTokenizer | None, PromptHasher]] = {}
 
     def hasher(self, spec: PoolSpec, pool: PoolId, sha: str) -> PromptHasher:
         """The pool's hasher, for token ids only until its tokenizer is there.
@@ -42,11 +42,11 @@ class TokenizerCache:
             sha: of the tokenizer that its workers publish; "" when they publish none.
         """
         tokenizer = self.get(pool, sha) if sha else None
-        known = self._hashers.get(spec)
+        known = self._hashers.get((spec, sha))
         if known is not None and known[0] is tokenizer:
             return known[1]
         hasher = PromptHasher(spec, tokenizer)
-        self._hashers[spec] = (tokenizer, hasher)
+        self._hashers[spec, sha] = (tokenizer, hasher)
         while len(self._hashers) > MAX_TOKENIZERS:
             del self._hashers[next(iter(self._hashers))]
         return hasher

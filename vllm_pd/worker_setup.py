@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from vllm_pd.transfer_config import nixl_installed
 
 if TYPE_CHECKING:
     from vllm_pd.agent import runtime
+    from vllm_pd.agent.tokenizer_files import Rendering
 
 logger = logging.getLogger("vllm.vllm_pd")
 
@@ -29,10 +31,12 @@ def prepare(settings: WorkerSettings, engine_args: Any, args: argparse.Namespace
             "NIXL is not installed, so prefill/decode hand-off is off and only the KV tiers work; "
             "pip install 'vllm-pd[nixl]' turns it on."
         )
+    # Also an engine without an API server of its own has one elsewhere that indexes it.
+    events = bool(settings.store) and _publish_kv_events(engine_args, args)
     if settings.store and _serves_http(args):
         from vllm_pd.agent import runtime
 
-        runtime.configure(_runtime_config(settings, args, channel))
+        runtime.configure(_runtime_config(settings, args, channel, events))
         install_stat_logger()
     logger.info("vllm-pd: %s", describe(settings))
 
@@ -65,6 +69,21 @@ def install_stat_logger() -> None:
 
     load_factories_and_ours._vllm_pd_wrapped = True  # type: ignore[attr-defined]
     module.load_stat_logger_plugin_factories = load_factories_and_ours
+    _remember_engine(compat.AsyncLLM)
+
+
+def _remember_engine(client: Any) -> None:
+    """Have the agent know vLLM's engine client, which is told by each engine where it publishes its KV events."""
+    original = client.__init__
+
+    @functools.wraps(original)
+    def init_and_remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm_pd.agent import runtime
+
+        runtime.remember_engine(self)
+        original(self, *args, **kwargs)
+
+    client.__init__ = init_and_remember
 
 
 def _serves_http(args: argparse.Namespace) -> bool:
@@ -74,17 +93,47 @@ def _serves_http(args: argparse.Namespace) -> bool:
 def _side_channel(settings: WorkerSettings, engine_args: Any, args: argparse.Namespace) -> SideChannel:
     advertised = urlsplit(settings.advertise_url).hostname or ""
     served = getattr(args, "host", None) or ""
+    ranks = _ranks(engine_args)
+    return side_channel.ensure((advertised, served, own_ip(os.environ)), first_rank=ranks.start, ranks=len(ranks))
+
+
+def _ranks(engine_args: Any) -> range:
+    """The data-parallel ranks that this process starts."""
     first = engine_args.data_parallel_rank or engine_args.data_parallel_start_rank or 0
     ranks = (
         1
         if engine_args.data_parallel_rank is not None
         else (engine_args.data_parallel_size_local or engine_args.data_parallel_size)
     )
-    return side_channel.ensure((advertised, served, own_ip(os.environ)), first_rank=first, ranks=ranks)
+    return range(first, first + ranks)
+
+
+def _publish_kv_events(engine_args: Any, args: argparse.Namespace) -> bool:
+    from vllm_pd import kv_event_setup
+
+    return kv_event_setup.publish_kv_events(
+        engine_args, last_rank=_ranks(engine_args)[-1], local=_all_engines_are_here(engine_args, args)
+    )
+
+
+def _all_engines_are_here(engine_args: Any, args: argparse.Namespace) -> bool:
+    """Whether the API server that is told of these engines, and all it talks to, run on this host."""
+    if getattr(args, "headless", False) or engine_args.data_parallel_backend == "ray":
+        return False
+    balanced_outside = (
+        engine_args.data_parallel_external_lb
+        or engine_args.data_parallel_hybrid_lb
+        or engine_args.data_parallel_rank is not None
+        or engine_args.data_parallel_start_rank is not None
+    )
+    size, here = engine_args.data_parallel_size, engine_args.data_parallel_size_local
+    if balanced_outside or size == 1:
+        return True
+    return engine_args.nnodes == 1 and (here is None or here >= size)
 
 
 def _runtime_config(
-    settings: WorkerSettings, args: argparse.Namespace, channel: SideChannel | None
+    settings: WorkerSettings, args: argparse.Namespace, channel: SideChannel | None, kv_events: bool
 ) -> runtime.RuntimeConfig:
     from vllm_pd.agent import runtime
 
@@ -105,5 +154,17 @@ def _runtime_config(
         lease_s=settings.lease_s,
         models=tuple([served] if isinstance(served, str) else served),
         loras=tuple(lora.name for lora in getattr(args, "lora_modules", None) or ()),
+        kv_events=kv_events,
+        rendering=_rendering(args),
+    )
+
+
+def _rendering(args: argparse.Namespace) -> Rendering:
+    from vllm_pd.agent.tokenizer_files import Rendering
+
+    return Rendering(
         chat_template=getattr(args, "chat_template", None),
+        content_format=getattr(args, "chat_template_content_format", "auto"),
+        template_kwargs=getattr(args, "default_chat_template_kwargs", None) or {},
+        drops_unused_tools=bool(getattr(args, "exclude_tools_when_tool_choice_none", False)),
     )

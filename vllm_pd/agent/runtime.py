@@ -7,9 +7,12 @@ configuration, so the two meet in this module.
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_pd.agent.identity import advertise_url, own_ip
+from vllm_pd.agent.tokenizer_files import Rendering
 from vllm_pd.settings import DEFAULT_LEASE_S
 from vllm_pd.state.base import Role
 from vllm_pd.state.keys import check_namespace
@@ -27,7 +30,8 @@ class RuntimeConfig:
         nixl_host, nixl_port: NIXL's side channel; an empty host when this worker cannot hand KV over.
         models: served model names.
         loras: names of LoRA adapters known at start.
-        chat_template: the server's `--chat-template`, a file or a literal, as given.
+        kv_events: whether the engine publishes its KV events for the block index.
+        rendering: flags that decide how chats become prompts.
     """
 
     store: str
@@ -45,7 +49,8 @@ class RuntimeConfig:
     lease_s: float = DEFAULT_LEASE_S
     models: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
-    chat_template: str | None = None
+    kv_events: bool = False
+    rendering: Rendering = Rendering()
 
     def url(self) -> str:
         """The advertised base URL.
@@ -64,6 +69,7 @@ class RuntimeConfig:
 
 
 _config: RuntimeConfig | None = None
+_engine: weakref.ref[Any] | None = None
 
 
 def configure(config: RuntimeConfig) -> None:
@@ -82,3 +88,14 @@ def configure(config: RuntimeConfig) -> None:
 def configured() -> RuntimeConfig | None:
     """What `configure` was told, or None when there is no store and hence no agent."""
     return _config if _config is not None and _config.store else None
+
+
+def remember_engine(client: Any) -> None:
+    """Remember vLLM's engine client of this process; the last call counts."""
+    global _engine
+    _engine = weakref.ref(client)
+
+
+def engine() -> Any | None:
+    """The engine client, or None when there is none (yet, or any more)."""
+    return _engine() if _engine is not None else None

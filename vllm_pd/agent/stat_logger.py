@@ -10,19 +10,22 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import os
 from typing import Any
 
 from vllm_pd import __version__
 from vllm_pd import vllm_compat as compat
 from vllm_pd.agent import runtime
 from vllm_pd.agent.agent import Agent
+from vllm_pd.agent.event_sources import event_endpoints
 from vllm_pd.agent.identity import new_epoch, pool_spec, worker_id
+from vllm_pd.agent.kv_event_source import EventEndpoints
 from vllm_pd.agent.readiness import OwnServer
 from vllm_pd.agent.runtime import RuntimeConfig
 from vllm_pd.agent.spec import AgentSpec
-from vllm_pd.agent.tokenizer_files import load_tokenizer_files
-from vllm_pd.state.base import TokenizerFiles, WorkerRecord
-from vllm_pd.state.open_registry import open_registry
+from vllm_pd.agent.tokenizer_files import served_tokenizer_files
+from vllm_pd.state.base import WorkerRecord
+from vllm_pd.state.open_registry import open_block_index, open_registry
 
 logger = logging.getLogger("vllm.vllm_pd")
 
@@ -62,6 +65,7 @@ class PDStatLogger(compat.AggregateStatLoggerBase):  # type: ignore[misc]
         agent = Agent(
             agent_spec(config, self._vllm_config, self._engines),
             lambda: open_registry(config.store, config.namespace, timeout_s=STORE_TIMEOUT_S),
+            lambda: open_block_index(config.store, config.namespace, timeout_s=STORE_TIMEOUT_S),
             OwnServer(host=config.host, port=config.port, uds=config.uds, tls=config.tls).serves,
         )
         _stop_at_shutdown(agent)
@@ -78,10 +82,11 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
     record = WorkerRecord(
         id=worker_id(url),
         epoch=new_epoch(),
-        pool=pool_spec(vllm_config, vllm_version),
+        pool=pool_spec(vllm_config, vllm_version, os.environ.get("PYTHONHASHSEED", "")),
         url=url,
         role=config.role,
         models=(config.models or (str(model.model),)) + config.loras,
+        loras=config.loras,
         engine_id=str(transfer.engine_id) if transfer is not None else "",
         nixl_host=config.nixl_host,
         nixl_port=config.nixl_port,
@@ -99,16 +104,19 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
         writer=rank,
         is_registrar=rank == 0,
         lease_s=config.lease_s,
-        load_tokenizer=functools.partial(_load_tokenizer, model, config.chat_template),
+        event_sources=functools.partial(_event_sources, vllm_config) if config.kv_events else dict,
+        load_tokenizer=functools.partial(served_tokenizer_files, model, config.rendering),
     )
 
 
-def _load_tokenizer(model: Any, chat_template: str | None) -> TokenizerFiles | None:
-    if model.skip_tokenizer_init or model.tokenizer_mode == "mistral":
-        return None
-    # vLLM's own rules for what the flag may be: a file, the name of a built-in template, or a literal.
-    template = compat.load_chat_template(chat_template)
-    return load_tokenizer_files(str(model.tokenizer), model.tokenizer_revision, template)
+def _event_sources(vllm_config: Any) -> dict[int, EventEndpoints]:
+    client, asked = runtime.engine(), vllm_config.kv_events_config
+    if client is None or asked is None or not compat.ZmqEventPublisher._is_bind_endpoint(asked.endpoint):
+        # An engine that connects to somebody's collector publishes to nobody else.
+        return {}
+    parallel = vllm_config.parallel_config
+    first = parallel.data_parallel_rank
+    return event_endpoints(client.get_kv_event_sources(), range(first, first + parallel.data_parallel_size_local))
 
 
 def _stop_at_shutdown(agent: Agent) -> None:

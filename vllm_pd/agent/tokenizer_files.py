@@ -1,73 +1,84 @@
-"""Finds the files that a router needs to tokenize as the worker does, on disk only: nothing is downloaded."""
+"""What a router needs to render and tokenize as this server does, taken from the server's own tokenizer.
+
+The files of the model would not do: transformers changes some tokenizers while it loads them, and which template is
+served with depends on flags.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from vllm_pd import vllm_compat as compat
 from vllm_pd.state.base import TokenizerFiles
 
 logger = logging.getLogger("vllm.vllm_pd")
 
+_MODE = "hf"
+"""Tokenizer mode whose prompts come from a Jinja template and a tokenizer of the `tokenizers` library."""
 
-def load_tokenizer_files(tokenizer: str, revision: str | None, chat_template: str | None) -> TokenizerFiles | None:
-    """Read the files of a local folder or of the Hugging Face cache.
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """Flags of the server that decide what its prompts look like.
+
+    Attributes:
+        chat_template: `--chat-template`, a file or a literal, as given.
+        content_format: `--chat-template-content-format`.
+        template_kwargs: `--default-chat-template-kwargs`.
+        drops_unused_tools: `--exclude-tools-when-tool-choice-none`.
+    """
+
+    chat_template: str | None = None
+    content_format: str = "auto"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    drops_unused_tools: bool = False
+
+
+def served_tokenizer_files(model: Any, rendering: Rendering) -> TokenizerFiles | None:
+    """What this server tokenizes and renders with.
 
     Args:
-        tokenizer: folder, or the name of a repository whose files vLLM has already downloaded.
-        revision: branch, tag or commit of the repository; None is "main".
-        chat_template: Jinja source that the server was told to use instead of the model's own.
+        model: the started server's `ModelConfig`.
 
     Returns:
-        None when the model has no `tokenizer.json`, or when vLLM reads it with another tokenizer (Mistral's).
+        None when there is no tokenizer that a router could use. Without a template when chats are rendered by code
+        instead of one.
     """
-    path = _find(tokenizer, revision, "tokenizer.json")
-    if path is None or _find(tokenizer, revision, "tekken.json") is not None:
-        logger.debug("no tokenizer.json of %s to publish", tokenizer)
+    if model.skip_tokenizer_init or compat.tokenizer_args_from_config(model)[0] != _MODE:
         return None
-    config = _read(_find(tokenizer, revision, "tokenizer_config.json"))
-    if chat_template is None:
-        chat_template = _own_template(tokenizer, revision, config)
-    return TokenizerFiles(path.read_bytes(), config, chat_template)
-
-
-def _own_template(tokenizer: str, revision: str | None, config: bytes) -> str:
-    """The model's template, looked for in the order in which vLLM does: of its processor, then of its tokenizer."""
-    for name in ("chat_template.json", "processor_config.json"):
-        if template := _template_in(_read(_find(tokenizer, revision, name))):
-            return template
-    if jinja := _read(_find(tokenizer, revision, "chat_template.jinja")):
-        return jinja.decode("utf-8", "replace")
-    return _template_in(config)
-
-
-def _template_in(data: bytes) -> str:
-    """Field `chat_template` of a JSON file: a text, or a list of named ones of which "default" counts."""
-    try:
-        value = json.loads(data or b"{}").get("chat_template")
-    except (ValueError, AttributeError):
-        return ""
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else ""
-
-
-def _find(tokenizer: str, revision: str | None, name: str) -> Path | None:
-    folder = Path(tokenizer)
-    if folder.is_dir():
-        path = folder / name
-        return path if path.is_file() else None
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(tokenizer, name, revision=revision)
-    except (ImportError, ValueError):
-        # ValueError: neither a folder nor a possible repository name (an object-store address, say).
+    tokenizer = compat.cached_tokenizer_from_config(model)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not hasattr(backend, "to_str") or getattr(tokenizer, "split_special_tokens", False):
+        logger.debug("the tokenizer of %s is none that a router can use", model.tokenizer)
         return None
-    return Path(found) if isinstance(found, str) else None
+    plain, plain_format, tools, tools_format = "", "", "", ""
+    if model.hf_config.model_type != "gpt_oss" and not model.enable_prompt_embeds:
+        plain, plain_format = _template(tokenizer, model, rendering, None)
+        tools, tools_format = _template(tokenizer, model, rendering, [{}])
+    return TokenizerFiles(
+        tokenizer_json=backend.to_str().encode(),
+        chat_template=plain,
+        content_format=plain_format,
+        tool_template=tools if tools != plain else "",
+        tool_content_format=tools_format if tools != plain else "",
+        special_tokens=dict(tokenizer.special_tokens_map),
+        template_kwargs=json.dumps(dict(rendering.template_kwargs)) if rendering.template_kwargs else "",
+        drops_unused_tools=rendering.drops_unused_tools,
+    )
 
 
-def _read(path: Path | None) -> bytes:
-    return path.read_bytes() if path is not None else b""
+def _template(tokenizer: Any, model: Any, rendering: Rendering, tools: list[Any] | None) -> tuple[str, str]:
+    """The template for requests with or without tools, and its content format; "" and "" when there is none."""
+    # vLLM's own rules for what the flag may be: a file, the name of a built-in template, or a literal.
+    given = compat.load_chat_template(rendering.chat_template)
+    source = compat.resolve_chat_template(tokenizer, given, tools, model_config=model)
+    if not source:
+        return "", ""
+    form = compat.resolve_chat_template_content_format(
+        given, tools, rendering.content_format, tokenizer, model_config=model
+    )
+    return str(source), str(form)

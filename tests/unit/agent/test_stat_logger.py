@@ -18,6 +18,7 @@ pytestmark = pytest.mark.vllm
 from vllm_pd import vllm_compat as compat  # noqa: E402
 from vllm_pd.agent import runtime, stat_logger  # noqa: E402
 from vllm_pd.agent.runtime import RuntimeConfig  # noqa: E402
+from vllm_pd.agent.tokenizer_files import Rendering  # noqa: E402
 from vllm_pd.graph.embedded_store import EmbeddedStore  # noqa: E402
 from vllm_pd.state import Role  # noqa: E402
 
@@ -62,7 +63,12 @@ def engine_config(model: str, rank: int = 0) -> SimpleNamespace:
             tokenizer=model,
             tokenizer_revision=None,
             tokenizer_mode="auto",
+            runner_type="generate",
+            trust_remote_code=False,
+            code_revision=None,
             skip_tokenizer_init=False,
+            enable_prompt_embeds=False,
+            hf_config=SimpleNamespace(model_type="llama"),
             dtype="torch.bfloat16",
             max_model_len=2048,
         ),
@@ -93,7 +99,7 @@ def config(store: EmbeddedStore, port: int, **changes: Any) -> RuntimeConfig:
 def test_the_worker_appears_with_the_engine_and_goes_before_the_engine_client(
     store: EmbeddedStore, port: int, tiny_model: Any
 ) -> None:
-    runtime.configure(config(store, port, chat_template="{{ literal }}"))
+    runtime.configure(config(store, port, rendering=Rendering(chat_template="{{ literal }}")))
     logger = stat_logger.PDStatLogger(engine_config(str(tiny_model)), [0, 1])
     assert workers(store) == ()
     logger.log_engine_initialized()
@@ -123,7 +129,7 @@ def test_the_worker_appears_with_the_engine_and_goes_before_the_engine_client(
 
 def test_the_template_of_the_flag_is_published(store: EmbeddedStore, port: int, tiny_model: Any) -> None:
     engine = engine_config(str(tiny_model))
-    spec = stat_logger.agent_spec(config(store, port, chat_template="{{ literal }}"), engine, 1)
+    spec = stat_logger.agent_spec(config(store, port, rendering=Rendering(chat_template="{{ literal }}")), engine, 1)
     files = spec.load_tokenizer()
     assert files is not None
     assert files.chat_template == "{{ literal }}"
