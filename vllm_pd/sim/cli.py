@@ -135,7 +135,13 @@ def run(args: argparse.Namespace) -> int:
     configs = _cells(args)
     if args.save_timing:
         configs[0].timing.save(args.save_timing)
-    reports = _simulate(trace, configs, args.jobs, show_progress=not args.quiet)
+
+    def told(done: int, report: Report) -> None:
+        if not args.quiet:
+            cell = f"{report.policy}, {report.cluster} workers, x{report.speed:g}"
+            print(f"{done}/{len(configs)} {cell}: mean TTFT {report.ttft_mean:.0f} ms", file=sys.stderr, flush=True)
+
+    reports = simulate(trace, configs, args.jobs, told)
     if args.json:
         print(json.dumps([report.as_dict() for report in reports]))
     else:
@@ -225,21 +231,26 @@ def _cells(args: argparse.Namespace) -> list[ClusterConfig]:
     ]
 
 
-def _simulate(
-    trace: Sequence[TraceRequest], configs: Sequence[ClusterConfig], jobs: int, *, show_progress: bool
+def simulate(
+    trace: Sequence[TraceRequest],
+    configs: Sequence[ClusterConfig],
+    jobs: int = 1,
+    told: Callable[[int, Report], None] | None = None,
 ) -> list[Report]:
-    """Each configuration over the trace, in several processes; results in the order of the configurations."""
+    """Run each configuration over the trace, in `jobs` processes; results in the order of the configurations.
+
+    `told` hears of each that is done, with how many that makes.
+    """
 
     def done(count: int, report: Report) -> None:
-        if show_progress:
-            cell = f"{report.policy}, {report.cluster} workers, x{report.speed:g}"
-            print(f"{count}/{len(configs)} {cell}: mean TTFT {report.ttft_mean:.0f} ms", file=sys.stderr, flush=True)
+        if told is not None:
+            told(count, report)
 
     jobs = min(jobs, len(configs))
     if jobs == 1:
         reports = []
         for config in configs:
-            reports.append(simulate_one(trace, config))
+            reports.append(_simulate_one(trace, config))
             done(len(reports), reports[-1])
         return reports
     # Forked, so that the trace is there without being copied.
@@ -251,8 +262,7 @@ def _simulate(
         return [future.result() for future in futures]
 
 
-def simulate_one(trace: Sequence[TraceRequest], config: ClusterConfig) -> Report:
-    """Run one configuration over a trace, in this process."""
+def _simulate_one(trace: Sequence[TraceRequest], config: ClusterConfig) -> Report:
     from vllm_pd.sim.cluster import Cluster
     from vllm_pd.sim.report import summarize
 
@@ -268,7 +278,7 @@ def _keep_trace(trace: Sequence[TraceRequest]) -> None:
 
 
 def _simulate_kept(config: ClusterConfig) -> Report:
-    return simulate_one(_kept, config)
+    return _simulate_one(_kept, config)
 
 
 def _positive(text: str) -> int:
