@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from vllm_pd.block_hash import KEY_BYTES
 from vllm_pd.errors import StoreError
 from vllm_pd.router.directory import Directory
+from vllm_pd.router.repeat import end_tasks
 from vllm_pd.router.worker import Source
 from vllm_pd.routing.prefix_index import PrefixIndex
 from vllm_pd.state.base import Epoch, PoolId
@@ -292,9 +293,10 @@ class IndexWatch:
     async def refresh(self) -> None:
         """Begin to mirror pools that are new, forget those without workers."""
         pools = {w.pool for w in self._directory.workers if w.source is Source.STORE}
-        for pool in self._mirrors.keys() - pools:
-            self._tasks.pop(pool).cancel()
+        gone = self._mirrors.keys() - pools
+        for pool in gone:
             del self._mirrors[pool]
+        await end_tasks([self._tasks.pop(pool) for pool in gone])
         for pool in pools - self._mirrors.keys():
             mirror = PoolMirror(
                 pool,
@@ -318,6 +320,4 @@ class IndexWatch:
         """Stop following. Idempotent."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)

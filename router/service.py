@@ -15,6 +15,7 @@ from vllm_pd.router.directory import Directory
 from vllm_pd.router.endpoints import Endpoints
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.proxy import Proxy
+from vllm_pd.router.repeat import end_tasks
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.static_probe import StaticProbe
 from vllm_pd.router.store_watch import StoreWatch
@@ -124,9 +125,7 @@ class RouterService:
         if server is not None:
             await server.stop()
         watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            watcher.cancel()
-        await asyncio.gather(*watchers, return_exceptions=True)
+        await end_tasks(watchers)
         await self._tokenizers.close()
         upstream, self._upstream = self._upstream, None
         if upstream is not None:
