@@ -9,18 +9,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_pd import layered
+from vllm_pd.errors import SettingsError
 from vllm_pd.state.keys import NAMESPACE
-from vllm_pd.state.open_registry import REDIS_SCHEMES
+from vllm_pd.state.store_url import parse_store_url
 
 
 def store_url(raw: Any) -> layered.SecretUrl:
     """URL of a Redis-compatible store."""
     url = layered.text(raw)
-    if urlsplit(url).scheme not in REDIS_SCHEMES:
-        raise ValueError(
-            f"must be a URL with one of the schemes {', '.join(REDIS_SCHEMES)} (for example redis://host:6379), "
-            f"got {layered.redact(url)!r}"
-        )
+    try:
+        parse_store_url(url)
+    except SettingsError as e:
+        sentence = str(e).removesuffix(".")
+        raise ValueError(f"cannot be used: {sentence[0].lower()}{sentence[1:]}") from None
     return layered.SecretUrl(url)
 
 

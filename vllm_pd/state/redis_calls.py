@@ -9,9 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -27,12 +24,13 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from vllm_pd.errors import SettingsError, StoreError
-from vllm_pd.layered import redact
+from vllm_pd.errors import StoreError
+from vllm_pd.state.redis_client import after_failure, close_client, make_client
+from vllm_pd.state.store_url import parse_store_url
 
 logger = logging.getLogger(__name__)
 
-_CLUSTER = "point --pd-store at a server that holds every slot, not at one node of a larger cluster"
+_CLUSTER = "it is a node of a cluster: begin the store URL with redis+cluster://"
 # redis-py drops the error code of errors it has a class for; inside a script's error the code stays in the text.
 _REMEDIES: tuple[tuple[type[ResponseError], str, str], ...] = (
     (OutOfMemoryError, "OOM ", "raise its maxmemory"),
@@ -42,43 +40,6 @@ _REMEDIES: tuple[tuple[type[ResponseError], str, str], ...] = (
     (ClusterDownError, "CLUSTERDOWN ", "assign all its slots"),
     (NoPermissionError, "NOPERM ", "give its user read, write and scripting rights on keys that begin with {pd:"),
 )
-
-
-def make_client(url: str, *, timeout_s: float, longest_s: float) -> Any:
-    """The redis-py client behind a store URL. Connecting happens at the first call, never here.
-
-    Args:
-        timeout_s: deadline of connecting.
-        longest_s: of the longest call; callers keep shorter deadlines themselves, and this one is the net under a
-            connection that they gave up.
-
-    Raises:
-        SettingsError: malformed URL.
-    """
-    options: dict[str, Any] = {
-        "protocol": 2,
-        "retry": Retry(NoBackoff(), 0),
-        "socket_connect_timeout": timeout_s,
-        "socket_timeout": max(timeout_s, longest_s),
-    }
-    if not url.startswith("unix://"):
-        options["socket_keepalive"] = True
-    try:
-        client = redis.asyncio.Redis.from_url(url, **options)
-        # Unknown options in the URL show only when a connection object is made; this one is not connected.
-        client.connection_pool.make_connection()
-    except (ValueError, TypeError, RedisError):
-        # The original text may quote a piece of a password that is not percent-encoded.
-        raise SettingsError(
-            f"The store URL {address_of(url)} is malformed; write redis://[user:password@]host:port[/db], "
-            "with special characters of the password percent-encoded."
-        ) from None
-    return client
-
-
-def address_of(url: str) -> str:
-    """A store URL as it may be shown: whatever follows the question mark may hold a password too."""
-    return redact(url).partition("?")[0]
 
 
 class Script:
@@ -108,8 +69,9 @@ class RedisCalls:
     """
 
     def __init__(self, url: str, *, timeout_s: float, longest_s: float) -> None:
-        self.address = address_of(url)
-        self.client = make_client(url, timeout_s=timeout_s, longest_s=longest_s)
+        where = parse_store_url(url)
+        self.address = where.address
+        self.client = make_client(where, timeout_s=timeout_s, longest_s=longest_s)
         self.timeout_s = timeout_s
         self.malformed_total = 0
         """Entries of the store that were skipped because they could not be read, since the start."""
@@ -123,6 +85,7 @@ class RedisCalls:
             async with asyncio.timeout(limit):
                 yield
         except (TimeoutError, RedisTimeoutError):
+            after_failure(self.client)
             raise StoreError(
                 f"The store {self.address} did not answer within {limit:g} s; check that it runs, is reachable and "
                 "is not overloaded."
@@ -134,6 +97,7 @@ class RedisCalls:
         except ResponseError as e:
             raise StoreError(f"The store {self.address} answered {str(e)!r}; {_remedy(e)}.") from None
         except (RedisError, OSError) as e:
+            after_failure(self.client)
             reason = str(e).rstrip(".") or type(e).__name__
             raise StoreError(
                 f"The store {self.address} cannot be used ({reason}); start it, or correct the store URL."
@@ -156,7 +120,7 @@ class RedisCalls:
         """Release connections. Idempotent."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                await self.client.aclose()
+                await close_client(self.client)
         except (TimeoutError, RedisError, OSError):
             # The connections end with the process or the loop; there is nothing left to release.
             logger.debug("closing the store's connections took too long")

@@ -148,7 +148,7 @@ def _refuses(port: int) -> bool:
     ("arguments", "words"),
     [
         ([], "no way to find workers"),
-        (["--store", "http://x"], "--store must be a URL"),
+        (["--store", "http://x"], "--store cannot be used: the store URL 'http://x' must begin with"),
         (["--port", "x", "--store", "redis://x"], "--port must be a number"),
         (["--unknown"], "unrecognized arguments: --unknown; see vllm-pd-router --help."),
         (["--config", "/nonexistent.yaml"], "cannot be read"),

@@ -50,7 +50,7 @@ def test_workers_are_read_from_flags_variables_and_files(raw: object) -> None:
     ("values", "words"),
     [
         ({}, "no way to find workers"),
-        ({"store": "http://h"}, "must be a URL with one of the schemes redis"),
+        ({"store": "http://h"}, "must begin with one of redis://"),
         ({**STORE, "port": "99999"}, "--port must be a number at least 0 and at most"),
         ({**STORE, "port": "1.5"}, "whole number"),
         ({**STORE, "namespace": "a b"}, "letters, digits"),
