@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from math import inf
 
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Overlap, Rates
 from vllm_pd.routing.rates import PrefillWork, RateLearner, prefill_work, together
@@ -19,15 +20,17 @@ _TYPICAL_TOKENS = 1000
 
 
 class _Request:
-    __slots__ = ("blocks", "missing", "new", "seconds", "since", "work")
+    __slots__ = ("blocks", "missing", "new", "seconds", "silent", "since", "work")
 
-    def __init__(self, ask: Ask, overlap: Overlap, now: float) -> None:
+    def __init__(self, ask: Ask, overlap: Overlap, silent: bool, now: float) -> None:
         cached = ask.cached(overlap)
         self.new = ask.tokens - cached
         self.work = prefill_work(self.new, cached, overlap.cpu, overlap.ssd)
         self.seconds = 0.0
         """Predicted prefill time, without the queue before it."""
         self.blocks = ask.blocks
+        self.silent = silent
+        """Its first token is not seen: the answer comes in one piece."""
         self.missing = ask.blocks - overlap.gpu
         """Blocks to hand over if another worker prefills it."""
         self.since = now
@@ -39,7 +42,8 @@ class EngineLedger:
 
     Prefill work is a queue served in the order of arrival: what is predicted to be left of it shrinks as time passes
     and is corrected with every first token. The end of a request that is unknown is ignored, because requests end in
-    several ways at once.
+    several ways at once. A silent request leaves the queue when a later one has its first token, or when its own
+    predicted time is over (`advance`).
     """
 
     __slots__ = (
@@ -75,6 +79,7 @@ class EngineLedger:
         "rates",
         "role",
         "running",
+        "silent_until",
         "waiting",
     )
 
@@ -118,6 +123,8 @@ class EngineLedger:
         self.begun_blocks = 0
         self.inflight = 0
         self.last_pick = 0
+        self.silent_until = inf
+        """When `advance` has something to do."""
 
     def prefill_queue(self, now: float) -> float:
         """Predicted seconds until the prefill work that is there is done."""
@@ -134,15 +141,26 @@ class EngineLedger:
         return len(self._queue)
 
     def begin(
-        self, request: Hashable, ask: Ask, overlap: Overlap, now: float, *, remote: bool = False, pick: int = 0
+        self,
+        request: Hashable,
+        ask: Ask,
+        overlap: Overlap,
+        now: float,
+        *,
+        remote: bool = False,
+        silent: bool = False,
+        pick: int = 0,
     ) -> None:
-        """A request is placed here. `remote`: another worker prefills it, so it adds no prefill work here.
+        """A request is placed here. `remote`: another worker prefills it, so it adds no prefill work here. `silent`:
+        its first token will not be seen.
 
         `pick` grows with every choice of the router. Raises `ValueError` for a name that is in progress here.
         """
         if request in self._queue or request in self._remote or request in self._decoding:
             raise ValueError(f"Request {request!r} is on {self.holder} already; give every attempt a name of its own")
-        entry = _Request(ask, overlap if ask.exact else NO_OVERLAP, now)
+        if now >= self.silent_until:
+            self.advance(now)
+        entry = _Request(ask, overlap if ask.exact else NO_OVERLAP, silent, now)
         if remote:
             self._remote[request] = entry
         else:
@@ -173,19 +191,52 @@ class EngineLedger:
         if entry is not None:
             self._learner.observe_transfer(entry.missing, now - entry.since)
         else:
-            entry = self._leave_queue(request, now, computed=True)
-            if entry is None:
+            if request not in self._queue:
                 return
+            self._overtake(request, now)
+            entry = self._leave_queue(request, now, computed=True)
+            assert entry is not None
+        self._decodes(request, entry, now)
+        self._refresh(now)
+
+    def advance(self, now: float) -> None:
+        """Take silent requests out of the queue whose predicted time is over."""
+        while self._queue:
+            request, head = next(iter(self._queue.items()))
+            ends = self._busy_since + head.seconds
+            if not head.silent or now < ends:
+                break
+            self._leave_queue(request, ends, computed=False)
+            self._decodes(request, head, ends)
+        self._refresh(now)
+
+    def _overtake(self, request: Hashable, now: float) -> None:
+        """A request has its first token, so silent ones before it have theirs: the engine serves them in turn."""
+        before = []
+        for name, entry in self._queue.items():
+            if name == request:
+                break
+            if entry.silent:
+                before.append(name)
+        since = self._busy_since
+        for name in before:
+            entry = self._leave_queue(name, now, computed=False)
+            assert entry is not None
+            # The time until now covers both.
+            self._queue[request].work = together(self._queue[request].work, entry.work)
+            self._decodes(name, entry, now)
+        self._busy_since = since
+
+    def _decodes(self, request: Hashable, entry: _Request, now: float) -> None:
         entry.since = now
         self._decoding[request] = entry
         self.decoding += 1
-        self._refresh(now)
 
     def finish(self, request: Hashable, now: float, output_tokens: int = 0) -> None:
         """It ended, in whatever way. `output_tokens` of its answer where known. Ignored for an unknown name."""
         entry = self._decoding.pop(request, None)
         if entry is not None:
-            if output_tokens > 1:
+            if output_tokens > 1 and not entry.silent:
                 self._learner.observe_step(self.decoding, (now - entry.since) / (output_tokens - 1))
             self.decoding -= 1
         else:
@@ -196,26 +247,24 @@ class EngineLedger:
         self.inflight -= 1
         self._refresh(now)
 
-    def report(
-        self,
-        running: int,
-        waiting: int,
-        kv_usage: float,
-        now: float,
-        *,
-        others_tokens: int = 0,
-        others_requests: int = 0,
-    ) -> None:
-        """The engine's newest load, and the prefill work that other routers have on it."""
+    def report(self, running: int, waiting: int, kv_usage: float, now: float) -> None:
+        """The engine's newest load."""
         self._reported_running, self.waiting, self.kv_usage = running, waiting, kv_usage
         self._inflight_at_report = self.inflight
         self.begun = self.begun_blocks = 0
-        self._others_tokens, self._others_requests = others_tokens, others_requests
+        self._count_others(now)
+
+    def report_others(self, tokens: int, requests: int, now: float) -> None:
+        """Prompt tokens that the engine has to compute for other routers, and the requests that these are of."""
+        self._others_tokens, self._others_requests = tokens, requests
+        self._count_others(now)
+
+    def _count_others(self, now: float) -> None:
         # Requests that no router told of: somebody asks the engine directly.
-        unknown = max(0, waiting - len(self._queue) - others_requests)
+        unknown = max(0, self.waiting - len(self._queue) - self._others_requests)
         seconds = (
-            others_tokens * self.rates.prefill_token
-            + others_requests * self.rates.prefill_base
+            self._others_tokens * self.rates.prefill_token
+            + self._others_requests * self.rates.prefill_base
             + unknown * self._mean_seconds
         )
         self._others_seconds, self._others_at = seconds, now
@@ -259,8 +308,11 @@ class EngineLedger:
         self.rates = self._learner.rates
         left = self._others_left(now)
         self.least_wait = 0.0
+        self.silent_until = inf
         if self._queue:
             head = next(iter(self._queue.values()))
+            if head.silent:
+                self.silent_until = self._busy_since + head.seconds
             overdue = _OVERDUE * head.seconds
             behind = self._own_seconds - head.seconds
             self.least_wait = behind + overdue
