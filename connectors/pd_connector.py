@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd import settings as s
 from vllm_pd import side_channel, transfer_config
+from vllm_pd.connectors import event_flush
 from vllm_pd.connectors.cpu_cures import calm_nixl
 from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, HandoffLease, is_handoff
 from vllm_pd.errors import SettingsError
@@ -65,8 +66,13 @@ class PDConnector(MultiConnector):
             super().__init__(expanded, role, kv_cache_config)
         self._lease = HandoffLease(_lease_duration(expanded.kv_transfer_config))
         self._nixl = nixl
+        events = vllm_config.kv_events_config
+        if role is KVConnectorRole.SCHEDULER and events is not None and events.enable_kv_cache_events:
+            event_flush.install()
 
     def on_new_request(self, request: Request) -> None:
+        # The index counts the copies of a block by its events; a request may ask for events without a new copy.
+        request.kv_cache_report_mode = "incremental"
         params = request.kv_transfer_params
         if self._lease.arrived(request.request_id, params, time.time(), time.monotonic()):
             self._compute_anew(request, "it came after the end of the prefill worker's lease")

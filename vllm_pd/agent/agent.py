@@ -1,4 +1,4 @@
-"""The agent: keeps one worker registered, from a thread of its own.
+"""The agent: keeps one worker registered and its caches in the block index, from a thread of its own.
 
 vLLM's event loop only ever assigns to a dictionary here (`observe`); everything that waits happens in the thread. The
 store may be away, at the start or later: the server serves all the same, and the agent registers when the store is
@@ -15,10 +15,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
+from vllm_pd.agent.agent_metrics import agent_metrics
+from vllm_pd.agent.cache_feeds import CacheFeeds
 from vllm_pd.agent.spec import AgentSpec
 from vllm_pd.errors import PDError, StoreError
 from vllm_pd.layered import redact
 from vllm_pd.state.base import HeartbeatResult, Registry, TokenizerFiles, WorkerLoad
+from vllm_pd.state.block_index import BlockIndex
 
 logger = logging.getLogger("vllm.vllm_pd")
 """Below vLLM's own logger, whose handlers and level it shares."""
@@ -31,23 +34,30 @@ _WITHDRAW_S = 1.5
 # Long against a lease, short against the time after which nobody needs the files of a worker that is gone.
 _TOKENIZER_TTL_MS = 3_600_000
 _TOKENIZER_PERIOD_S = 900.0
+_METRICS_PERIOD_S = 1.0
 
 
 class Agent:
-    """Registers, renews and withdraws one worker and publishes its load.
+    """Registers, renews and withdraws one worker, publishes its load, and writes the block index of its caches.
 
     Args:
         spec: what to register.
-        open_registry: makes the registry; called in the agent's thread, so its connections belong to that loop.
+        open_registry, open_index: make the registry and the block index; called in the agent's thread, so their
+            connections belong to that loop.
         serves: answers whether the HTTP server of this process serves; the worker is registered once it does, so that
             a router never sees a worker that refuses connections.
     """
 
     def __init__(
-        self, spec: AgentSpec, open_registry: Callable[[], Registry], serves: Callable[[], Awaitable[bool]]
+        self,
+        spec: AgentSpec,
+        open_registry: Callable[[], Registry],
+        open_index: Callable[[], BlockIndex],
+        serves: Callable[[], Awaitable[bool]],
     ) -> None:
         self._spec = spec
         self._open_registry = open_registry
+        self._open_index = open_index
         self._serves = serves
         self._record = spec.record
         self._files: TokenizerFiles | None = None
@@ -63,6 +73,8 @@ class Agent:
         self._next_beat = 0.0
         self._next_tokenizer = 0.0
         self._next_load = 0.0
+        self._next_metrics = 0.0
+        self._feeds: CacheFeeds | None = None
         self._published: dict[int, tuple[int, int, float]] = {}
 
     def start(self) -> None:
@@ -110,15 +122,20 @@ class Agent:
         while not await self._serves():
             if await self._sleep(_READY_PERIOD_S):
                 return
-        if self._spec.is_registrar:
-            self._read_tokenizer()
         registry = self._open_registry()
+        if self._spec.is_registrar:
+            self._feeds = CacheFeeds(self._record, self._open_index(), self._spec.event_sources, self._spec.lease_s)
+            # Before anything that takes time: an engine keeps only so many of its last events.
+            await self._feeds.match()
+            self._read_tokenizer()
         try:
             while not await self._sleep(await self._cycle(registry)):
                 pass
             await self._withdraw(registry)
         finally:
             await registry.close()
+            if self._feeds is not None:
+                await self._feeds.close()
 
     async def _cycle(self, registry: Registry) -> float:
         """Do what is due; return the seconds until something is due again."""
@@ -126,6 +143,7 @@ class Agent:
             if self._spec.is_registrar and time.monotonic() >= self._next_beat:
                 await self._beat(registry)
             await self._publish_load(registry)
+            self._show_metrics()
         except Exception as e:
             # Not only StoreError: an unforeseen error must cost one try, not this worker's registration.
             return self._on_lost(e)
@@ -137,15 +155,20 @@ class Agent:
         return LOAD_PERIOD_S
 
     async def _beat(self, registry: Registry) -> None:
+        assert self._feeds is not None
+        await self._feeds.match()
         await self._put_tokenizer(registry)
         result = await registry.heartbeat(self._record, self._spec.lease_ms)
         if result is HeartbeatResult.STALE:
+            self._feeds.allow(False)
             self._on_stale()
             return
         self._registered = True
+        self._feeds.allow(True)
         if result is HeartbeatResult.NEW:
             # Also what a store says that came back empty: it needs the rest again, too.
             self._next_tokenizer = self._next_load = 0.0
+            self._feeds.check()
             await self._put_tokenizer(registry)
             logger.info(
                 "vllm-pd: registered %s as %s in pool %s.", self._record.url, self._record.role, self._record.pool.id
@@ -176,12 +199,19 @@ class Agent:
         try:
             async with asyncio.timeout(_WITHDRAW_S):
                 await registry.withdraw(self._record.id, self._record.pool.id, self._record.epoch)
+                if self._feeds is not None:
+                    await self._feeds.remove()
         except (StoreError, TimeoutError) as e:
             logger.warning(
                 "vllm-pd: this worker could not be withdrawn; routers forget it within %g s (%s)", self._spec.lease_s, e
             )
             return
         logger.info("vllm-pd: withdrew %s.", self._record.url)
+
+    def _show_metrics(self) -> None:
+        if self._feeds is not None and self._feeds.feeds and time.monotonic() >= self._next_metrics:
+            agent_metrics().update(self._feeds.feeds)
+            self._next_metrics = time.monotonic() + _METRICS_PERIOD_S
 
     def _read_tokenizer(self) -> None:
         try:

@@ -29,6 +29,8 @@ _GPU, _CPU, _SSD = int(Tier.GPU), int(Tier.CPU), int(Tier.SSD)
 # Whether files are on this host or elsewhere makes no difference: this engine can load them.
 _TIERS: Mapping[str | None, int] = {"GPU": _GPU, "CPU": _CPU, "STORAGE": _SSD, None: _GPU}
 _WINDOWED = frozenset({"sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba"})
+_NEVER = -1
+"""No mask of slots has all these bits."""
 _NOT_SHARED = frozenset({"encoder_only_attention", "cross_attention"})
 
 
@@ -174,10 +176,12 @@ class BlockTruth:
         if kind is not None:
             self._kinds[group] = kind
         needed: dict[int, int] = {}
+        windowed = {g for g, kind in self._kinds.items() if kind in _WINDOWED}
+        if windowed >= {g for _, g in self._slots}:
+            windowed = set()
         for of in {of for of, _ in self._slots}:
-            slots = {g: s for (t, g), s in self._slots.items() if t == of}
-            dense = [s for g, s in slots.items() if self._kinds.get(g) not in _WINDOWED]
-            needed[of] = sum(dense or slots.values())
+            # Where only windowed groups have shown up, nothing is held yet.
+            needed[of] = sum(s for (t, g), s in self._slots.items() if t == of and g not in windowed) or _NEVER
         was, self._bits = self._bits, _TierBits(needed)
         if all(needed[of] == mask for of, mask in was.needed.items()):
             return slot, False

@@ -79,8 +79,10 @@ def new_epoch() -> Epoch:
     return Epoch(time.time_ns() // 1_000_000)
 
 
-def pool_spec(vllm_config: Any, vllm_version: str) -> PoolSpec:
+def pool_spec(vllm_config: Any, vllm_version: str, hash_seed: str = "") -> PoolSpec:
     """What must be equal for two workers to share KV, read from a started engine's `VllmConfig`.
+
+    The block size is that of the hashes: with decode context parallelism a block is spread over its ranks.
 
     The memory layout is often chosen inside the worker processes ("auto" here): with everything else equal, so is
     the choice, on one kind of device.
@@ -95,7 +97,8 @@ def pool_spec(vllm_config: Any, vllm_version: str) -> PoolSpec:
         dtype=dtype,
         kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
         kv_layout=f"{vllm_config.device_config.device_type}/{layout}",
-        block_size=int(cache.block_size),
+        block_size=int(cache.block_size) * int(vllm_config.parallel_config.decode_context_parallel_size),
         hash_algo=str(cache.prefix_caching_hash_algo),
         engine=vllm_version,
+        hash_seed=hash_seed,
     )

@@ -15,7 +15,8 @@ from tests.conformance.registry import FILES, POOL, newer, worker
 from vllm_pd.agent.agent import Agent
 from vllm_pd.agent.spec import AgentSpec
 from vllm_pd.graph.embedded_store import EmbeddedStore
-from vllm_pd.state import TokenizerFiles, WorkerState, open_registry
+from vllm_pd.state import TokenizerFiles, WorkerState, open_block_index, open_registry
+from vllm_pd.state.redis_block_index import RedisBlockIndex
 from vllm_pd.state.redis_registry import RedisRegistry
 
 DEADLINE_S = 30.0
@@ -40,7 +41,12 @@ def make(store: EmbeddedStore) -> Iterator[Callable[..., Agent]]:
 
     def make(serves: Callable[[], Any] = serves, **changes: Any) -> Agent:
         spec = AgentSpec(store=store.url, **({"record": RECORD, "lease_s": LEASE_S} | changes))
-        agent = Agent(spec, lambda: RedisRegistry(store.url, "test", timeout_s=1.0), serves)
+        agent = Agent(
+            spec,
+            lambda: RedisRegistry(store.url, "test", timeout_s=1.0),
+            lambda: RedisBlockIndex(store.url, "test", timeout_s=1.0),
+            serves,
+        )
         agents.append(agent)
         return agent
 
@@ -236,7 +242,12 @@ def test_the_password_of_the_store_is_never_logged(caplog: pytest.LogCaptureFixt
 
     with EmbeddedStore(password="s3cret") as store, caplog.at_level(logging.DEBUG):
         url = store.url
-        agent = Agent(AgentSpec(store=url, record=RECORD), lambda: RedisRegistry(url, "test", timeout_s=5.0), serves)
+        agent = Agent(
+            AgentSpec(store=url, record=RECORD),
+            lambda: RedisRegistry(url, "test", timeout_s=5.0),
+            lambda: RedisBlockIndex(url, "test"),
+            serves,
+        )
         agent.start()
         eventually(lambda: "registered" in caplog.text)
         store.kill()
@@ -251,7 +262,12 @@ def test_a_refused_password_is_said_once_and_tried_again(caplog: pytest.LogCaptu
 
     with EmbeddedStore(password="s3cret") as store:
         url = store.url.replace("s3cret", "wr0ng")
-        agent = Agent(AgentSpec(store=url, record=RECORD), lambda: RedisRegistry(url, "test", timeout_s=5.0), serves)
+        agent = Agent(
+            AgentSpec(store=url, record=RECORD),
+            lambda: RedisRegistry(url, "test", timeout_s=5.0),
+            lambda: RedisBlockIndex(url, "test"),
+            serves,
+        )
         agent.start()
         eventually(lambda: "refused the user or password" in caplog.text)
         time.sleep(1.0)
@@ -299,7 +315,12 @@ def test_a_settings_mistake_ends_the_agent_with_one_sentence(caplog: pytest.LogC
     async def serves() -> bool:
         return True
 
-    agent = Agent(AgentSpec(store="x://", record=RECORD), lambda: open_registry("x://", "test"), serves)
+    agent = Agent(
+        AgentSpec(store="x://", record=RECORD),
+        lambda: open_registry("x://", "test"),
+        lambda: open_block_index("x://", "test"),
+        serves,
+    )
     agent.start()
     eventually(lambda: "is not registered" in caplog.text)
     assert agent.stop(DEADLINE_S)

@@ -72,12 +72,13 @@ def test_the_worker_id_is_host_and_port(url: str, name: str) -> None:
 
 
 def test_the_pool_names_what_must_be_equal() -> None:
-    def config(**changes: object) -> SimpleNamespace:
+    def config(context_ranks: int = 1, **changes: object) -> SimpleNamespace:
         cache = {"cache_dtype": "auto", "block_size": 32, "prefix_caching_hash_algo": "sha256_cbor"} | changes
         return SimpleNamespace(
             model_config=SimpleNamespace(model="m", revision=None, dtype="torch.bfloat16"),
             cache_config=SimpleNamespace(kv_cache_layout=None, **cache),
             device_config=SimpleNamespace(device_type="cuda"),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=context_ranks),
         )
 
     spec = identity.pool_spec(config(), "0.32.0")
@@ -86,6 +87,9 @@ def test_the_pool_names_what_must_be_equal() -> None:
     assert spec.id != identity.pool_spec(config(cache_dtype="fp8"), "0.32.0").id
     assert spec.id != identity.pool_spec(config(block_size=64), "0.32.0").id
     assert spec.id != identity.pool_spec(config(), "0.33.0").id
+    assert spec.id != identity.pool_spec(config(), "0.32.0", "17").id
+    # Hashes are made over what all context-parallel ranks hold together.
+    assert identity.pool_spec(config(context_ranks=2), "0.32.0").block_size == 64
 
 
 def test_without_a_store_nothing_is_configured() -> None:

@@ -76,7 +76,10 @@ def engine_config(model: str, rank: int = 0) -> SimpleNamespace:
             cache_dtype="auto", block_size=32, prefix_caching_hash_algo="sha256_cbor", num_gpu_blocks=256
         ),
         device_config=SimpleNamespace(device_type="cpu"),
-        parallel_config=SimpleNamespace(_api_process_rank=rank),
+        parallel_config=SimpleNamespace(
+            _api_process_rank=rank, decode_context_parallel_size=1, data_parallel_rank=0, data_parallel_size_local=2
+        ),
+        kv_events_config=None,
         kv_transfer_config=SimpleNamespace(engine_id="engine-1"),
     )
 

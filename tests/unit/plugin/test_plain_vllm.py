@@ -61,6 +61,7 @@ def test_nothing_heavy_is_imported(without: dict[str, Any], installed: dict[str,
     rooms = {".".join(name.split(".")[:2]) for name in installed["ours"]}
     assert rooms == {
         "vllm_pd",
+        "vllm_pd.block_hash",
         "vllm_pd.errors",
         "vllm_pd.layered",
         "vllm_pd.parsers",
