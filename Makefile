@@ -2,6 +2,7 @@
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
+REDIS7 := .cache/redis7/.tried
 VLLM ?= 0.33.0
 KEEP ?=
 PYTEST_ARGS ?=
@@ -12,7 +13,7 @@ PYTEST_ARGS ?=
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## Build .venv: vLLM (CUDA or CPU), NIXL, this project, its tools
+install: $(STAMP) $(REDIS7) ## Build .venv: vLLM (CUDA or CPU), NIXL, this project, its tools; Redis 7 for tests
 
 # Rebuilt only when something it is made from changed.
 $(STAMP): setup.py pyproject.toml scripts/install.py
@@ -25,6 +26,10 @@ $(STAMP): setup.py pyproject.toml scripts/install.py
 	  exit 1; \
 	fi; \
 	$$python -m scripts.install && touch $@
+
+# Where it cannot be had, the tests on Redis say why they are skipped; those on Valkey run all the same.
+$(REDIS7): scripts/redis7.py | $(STAMP)
+	@mkdir -p $(@D) && $(PY) -m scripts.redis7 && touch $@
 
 test: install ## Run every test except those marked slow
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
