@@ -17,5 +17,9 @@ class IndexLost(StoreError):
     """The store no longer holds what this writer wrote to the block index; it must be announced again."""
 
 
+class QueueFull(PDError):
+    """The prefill queue has as many jobs as it may; the request must be served without it."""
+
+
 class UnsupportedVLLMError(PDError):
     """The installed vLLM lacks an internal that vllm-pd needs; the message names the supported versions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from vllm_pd.state import BlockIndex, Registry
+from vllm_pd.state import BlockIndex, PrefillQueue, QueueLimits, Registry, Roles
 
 
 class Harness(Protocol):
@@ -13,6 +13,10 @@ class Harness(Protocol):
     def registry(self, namespace: str = "test") -> Registry: ...
 
     def block_index(self, namespace: str = "test") -> BlockIndex: ...
+
+    def roles(self, namespace: str = "test") -> Roles: ...
+
+    def prefill_queue(self, limits: QueueLimits, namespace: str = "test") -> PrefillQueue: ...
 
     async def pass_time(self, ms: int) -> None:
         """Return when the store's clock is at least `ms` further."""

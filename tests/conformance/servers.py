@@ -1,23 +1,28 @@
-"""The stores that every conformance suite runs on: memory, Valkey, Valkey in cluster mode, and Redis if installed."""
+"""The stores that every conformance suite runs on, by name: memory and each way to run a server."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import pytest
-import redis
-
-from vllm_pd.graph.embedded_store import EmbeddedStore
-from vllm_pd.graph.ports import free_port
-from vllm_pd.state import BlockIndex, MemoryBlockIndex, MemoryRegistry, MemoryStore, Registry
+from tests.conformance import deployments
+from tests.conformance.deployments import Deployment
+from vllm_pd.state import (
+    BlockIndex,
+    MemoryBlockIndex,
+    MemoryPrefillQueue,
+    MemoryRegistry,
+    MemoryRoles,
+    MemoryStore,
+    PrefillQueue,
+    QueueLimits,
+    Registry,
+    Roles,
+)
 from vllm_pd.state.redis_block_index import RedisBlockIndex
+from vllm_pd.state.redis_prefill_queue import RedisPrefillQueue
 from vllm_pd.state.redis_registry import RedisRegistry
+from vllm_pd.state.redis_roles import RedisRoles
 
 TIMEOUT_S = 10.0
 
@@ -35,6 +40,12 @@ class MemoryHarness:
     def block_index(self, namespace: str = "test") -> BlockIndex:
         return MemoryBlockIndex(namespace, self._store)
 
+    def roles(self, namespace: str = "test") -> Roles:
+        return MemoryRoles(namespace, self._store)
+
+    def prefill_queue(self, limits: QueueLimits, namespace: str = "test") -> PrefillQueue:
+        return MemoryPrefillQueue(namespace, self._store, limits=limits)
+
     async def pass_time(self, ms: int) -> None:
         self._now += ms / 1000
 
@@ -48,8 +59,9 @@ class MemoryHarness:
 class RedisHarness:
     """A server's clock is the real one."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._url = deployment.url
         self._open: list[Any] = []
 
     def registry(self, namespace: str = "test") -> Registry:
@@ -58,12 +70,17 @@ class RedisHarness:
     def block_index(self, namespace: str = "test") -> BlockIndex:
         return self._opened(RedisBlockIndex(self._url, namespace, timeout_s=TIMEOUT_S))
 
+    def roles(self, namespace: str = "test") -> Roles:
+        return self._opened(RedisRoles(self._url, namespace, timeout_s=TIMEOUT_S))
+
+    def prefill_queue(self, limits: QueueLimits, namespace: str = "test") -> PrefillQueue:
+        return self._opened(RedisPrefillQueue(self._url, namespace, limits=limits, timeout_s=TIMEOUT_S))
+
     async def pass_time(self, ms: int) -> None:
         await asyncio.sleep(ms / 1000)
 
     async def lose_everything(self) -> None:
-        with redis.Redis.from_url(self._url) as client:
-            client.flushall()
+        self._deployment.clear()
 
     async def close(self) -> None:
         for each in self._open:
@@ -74,33 +91,12 @@ class RedisHarness:
         return what
 
 
-@contextmanager
-def valkey() -> Iterator[EmbeddedStore]:
-    with EmbeddedStore() as store:
-        yield store
-
-
-@contextmanager
-def valkey_cluster() -> Iterator[EmbeddedStore]:
-    """One node in cluster mode that has every slot."""
-    with EmbeddedStore(options={"cluster-enabled": "yes", "cluster-port": str(free_port())}) as store:
-        with redis.Redis.from_url(store.url) as client:
-            client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-            deadline = time.monotonic() + 30
-            while client.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
-                assert time.monotonic() < deadline, "the cluster did not accept its slots"
-                time.sleep(0.05)
-        yield store
-
-
-@contextmanager
-def redis_server() -> Iterator[EmbeddedStore]:
-    binary = shutil.which("redis-server")
-    if binary is None:
-        pytest.skip("there is no redis-server on PATH")
-    with EmbeddedStore(binary=Path(binary)) as store:
-        yield store
-
-
-SERVERS = {"valkey": valkey, "valkey_cluster": valkey_cluster, "redis_server": redis_server}
+SERVERS = {
+    "valkey": deployments.valkey,
+    "cluster_node": deployments.cluster_node,
+    "cluster_of_three": deployments.cluster_of_three,
+    "sentinel": deployments.sentinel,
+    "redis": deployments.redis_server,
+    "redis_tls": deployments.redis_tls,
+}
 STORES = ("memory", *SERVERS)

@@ -35,9 +35,22 @@ from vllm_pd.state.block_index import (
     Tier,
 )
 from vllm_pd.state.memory_block_index import MemoryBlockIndex
+from vllm_pd.state.memory_prefill_queue import MemoryPrefillQueue
 from vllm_pd.state.memory_registry import MemoryRegistry
+from vllm_pd.state.memory_roles import MemoryRoles
 from vllm_pd.state.memory_store import MemoryStore
-from vllm_pd.state.open_registry import open_block_index, open_registry
+from vllm_pd.state.open_registry import open_block_index, open_prefill_queue, open_registry, open_roles
+from vllm_pd.state.prefill_queue import (
+    Claim,
+    DeadJob,
+    JobId,
+    JobResult,
+    PrefillJob,
+    PrefillQueue,
+    QueueDepth,
+    QueueLimits,
+)
+from vllm_pd.state.roles import Roles, WantedRole
 
 __all__ = [
     "START",
@@ -45,30 +58,44 @@ __all__ = [
     "BlockIndex",
     "BlockWriter",
     "CacheStats",
+    "Claim",
+    "DeadJob",
     "Digest",
     "Epoch",
     "HeartbeatResult",
     "HeldBlocks",
     "Holder",
     "IndexStats",
+    "JobId",
+    "JobResult",
     "MemoryBlockIndex",
+    "MemoryPrefillQueue",
     "MemoryRegistry",
+    "MemoryRoles",
     "MemoryStore",
     "Packed",
     "PoolId",
     "PoolSpec",
     "Position",
+    "PrefillJob",
+    "PrefillQueue",
+    "QueueDepth",
+    "QueueLimits",
     "Registry",
     "RegistrySnapshot",
     "Role",
+    "Roles",
     "RouterWork",
     "StreamEntry",
     "Tier",
     "TokenizerFiles",
+    "WantedRole",
     "WorkerId",
     "WorkerLoad",
     "WorkerRecord",
     "WorkerState",
     "open_block_index",
+    "open_prefill_queue",
     "open_registry",
+    "open_roles",
 ]

@@ -70,6 +70,26 @@ class Keys:
         """HASH with a time to live: router id -> `<end ms>:<msgpack {worker: [prefill tokens, requests]}>`."""
         return f"{self._tag(pool)}:inflight"
 
+    def roles(self, pool: PoolId) -> str:
+        """HASH with a time to live: worker id -> `<end ms>:<epoch>:<wanted role>`."""
+        return f"{self._tag(pool)}:roles"
+
+    def prefill(self, pool: PoolId, worker: WorkerId | None) -> str:
+        """STREAM with a time to live and a consumer group: prefill jobs, for one worker or (None) for any."""
+        return f"{self._tag(pool)}:prefill" + (f":{worker}" if worker is not None else "")
+
+    def job(self, pool: PoolId, job: str) -> str:
+        """HASH with a time to live: a prefill job, and in which entry of which stream it is. '' gives the prefix."""
+        return f"{self._tag(pool)}:job:{job}"
+
+    def done(self, pool: PoolId, job: str) -> str:
+        """LIST with a time to live: a job's result. '' gives the prefix."""
+        return f"{self._tag(pool)}:done:{job}"
+
+    def dead_jobs(self, pool: PoolId) -> str:
+        """STREAM with a time to live and a bounded length: jobs that were given up."""
+        return f"{self._tag(pool)}:dead"
+
     def caches(self, pool: PoolId) -> str:
         """ZSET: name of a cache (`cache_name`) -> when it ends, ms of the store's clock."""
         return f"{self._tag(pool)}:caches"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -25,7 +24,7 @@ from vllm_pd.state.block_index import (
     Tier,
 )
 from vllm_pd.state.keys import cache_name, check_namespace
-from vllm_pd.state.memory_store import MemoryCache, MemoryStore, MemoryStream, Namespace
+from vllm_pd.state.memory_store import MemoryCache, MemoryStore, MemoryStream, Namespace, happened
 
 _TIERS = (Tier.GPU, Tier.CPU, Tier.SSD)
 
@@ -125,14 +124,10 @@ class MemoryBlockIndex:
         with self._store.lock:
             stream = self._stream(pool)
             found = self._after(pool, stream, after, limit)
-            event = stream.next_entry() if wait_ms and not found else None
+            event = stream.waiters.join() if wait_ms and not found else None
         if event is None:
             return found
-        try:
-            async with asyncio.timeout(wait_ms / 1000):
-                await event.wait()
-        except TimeoutError:
-            pass
+        await happened(event, wait_ms)
         with self._store.lock:
             return self._after(pool, self._stream(pool), after, limit)
 

@@ -6,6 +6,7 @@ Everything that opens the same `MemoryStore` sees the same values, also from dif
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 
 from vllm_pd.state.base import Epoch, PoolId, RouterWork, TokenizerFiles, WorkerId, WorkerLoad, WorkerRecord
 from vllm_pd.state.block_index import Holder, Position, StreamEntry
+from vllm_pd.state.prefill_queue import DeadJob, JobId, JobResult, PrefillJob
+from vllm_pd.state.roles import WantedRole
 
 _LONGEST_STREAM = 65_536
 
@@ -27,6 +30,33 @@ class MemoryCache:
     blocks: dict[bytes, int] = field(default_factory=dict)
 
 
+class Waiters:
+    """Who waits for something to happen in the store. Call everything with the store's lock held."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    def join(self) -> asyncio.Event:
+        """Set at the next `wake`; for the running event loop."""
+        event = asyncio.Event()
+        self._waiting.append((asyncio.get_running_loop(), event))
+        return event
+
+    def wake(self) -> None:
+        for loop, event in self._waiting:
+            # A loop that was closed waits for nothing.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+        self._waiting = []
+
+
+async def happened(event: asyncio.Event, wait_ms: float) -> None:
+    """Return when it is set, or after `wait_ms`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(wait_ms / 1000):
+            await event.wait()
+
+
 class MemoryStream:
     """A bounded list of numbered entries, and who waits for the next. Call everything with the store's lock held.
 
@@ -37,7 +67,7 @@ class MemoryStream:
     def __init__(self, last: int) -> None:
         self.entries: deque[StreamEntry] = deque(maxlen=_LONGEST_STREAM)
         self.last = last
-        self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self.waiters = Waiters()
 
     @property
     def first(self) -> int:
@@ -47,17 +77,35 @@ class MemoryStream:
     def append(self, make: Callable[[Position], StreamEntry]) -> None:
         self.last += 1
         self.entries.append(make(Position(f"{self.last}-0")))
-        for loop, event in self._waiting:
-            # A loop that was closed waits for nothing.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
-        self._waiting.clear()
+        self.waiters.wake()
 
-    def next_entry(self) -> asyncio.Event:
-        """Set when an entry comes; for the running event loop."""
-        event = asyncio.Event()
-        self._waiting.add((asyncio.get_running_loop(), event))
-        return event
+
+@dataclass(slots=True)
+class MemoryJob:
+    """A job of the prefill queue; `ends` is ms of the store's clock."""
+
+    job: PrefillJob
+    entry: str
+    ends: float
+    attempt: int = 0
+    claimant: WorkerId | None = None
+    said_ms: float = 0.0
+    """When its claimant last said something."""
+
+
+class MemoryQueue:
+    """The prefill queue of a pool. Jobs are in order of arrival; `job.worker` says in which stream each is."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[JobId, MemoryJob] = {}
+        self.results: dict[JobId, tuple[JobResult, float]] = {}
+        self.dead: deque[DeadJob] = deque()
+        self.entries = 0
+        self.waiters = Waiters()
+
+    def drop_ended(self, now: float) -> None:
+        self.jobs = {id: job for id, job in self.jobs.items() if job.ends > now}
+        self.results = {id: result for id, result in self.results.items() if result[1] > now}
 
 
 @dataclass(slots=True)
@@ -68,9 +116,15 @@ class Namespace:
     workers: dict[tuple[PoolId, WorkerId], tuple[WorkerRecord, float]] = field(default_factory=dict)
     loads: dict[tuple[PoolId, WorkerId], dict[int, tuple[dict[int, WorkerLoad], float]]] = field(default_factory=dict)
     inflight: dict[tuple[PoolId, str], tuple[dict[WorkerId, RouterWork], float]] = field(default_factory=dict)
+    roles: dict[tuple[PoolId, WorkerId], tuple[WantedRole, float]] = field(default_factory=dict)
     tokenizers: dict[tuple[PoolId, str], tuple[TokenizerFiles, float]] = field(default_factory=dict)
     caches: dict[tuple[PoolId, Holder, Epoch], MemoryCache] = field(default_factory=dict)
     events: dict[PoolId, MemoryStream] = field(default_factory=dict)
+
+    queues: dict[PoolId, MemoryQueue] = field(default_factory=dict)
+
+    def queue(self, pool: PoolId) -> MemoryQueue:
+        return self.queues.setdefault(pool, MemoryQueue())
 
     def stream(self, pool: PoolId) -> MemoryStream:
         """The pool's events. Numbers of an earlier life of the store are smaller, as a server's clock makes them."""
@@ -79,8 +133,11 @@ class Namespace:
     def drop_ended(self, now: float) -> None:
         self.workers = {key: value for key, value in self.workers.items() if value[1] > now}
         self.inflight = {key: value for key, value in self.inflight.items() if value[1] > now}
+        self.roles = {key: value for key, value in self.roles.items() if value[1] > now}
         self.tokenizers = {key: value for key, value in self.tokenizers.items() if value[1] > now}
         self.caches = {key: cache for key, cache in self.caches.items() if cache.ends > now}
+        for queue in self.queues.values():
+            queue.drop_ended(now)
         fresh = {
             key: {writer: entry for writer, entry in entries.items() if entry[1] > now}
             for key, entries in self.loads.items()

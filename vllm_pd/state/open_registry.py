@@ -1,16 +1,20 @@
-"""From a store URL to the registry and the block index in it."""
+"""From a store URL to the registry, the block index and whatever else is in it."""
 
 from __future__ import annotations
 
 from vllm_pd.errors import SettingsError
-from vllm_pd.layered import nearest, redact
+from vllm_pd.layered import nearest
 from vllm_pd.state.base import Registry
 from vllm_pd.state.block_index import BlockIndex
 from vllm_pd.state.memory_block_index import MemoryBlockIndex
+from vllm_pd.state.memory_prefill_queue import MemoryPrefillQueue
 from vllm_pd.state.memory_registry import MemoryRegistry
+from vllm_pd.state.memory_roles import MemoryRoles
 from vllm_pd.state.memory_store import MemoryStore
+from vllm_pd.state.prefill_queue import PrefillQueue, QueueLimits
+from vllm_pd.state.roles import Roles
+from vllm_pd.state.store_url import REDIS_SCHEMES, address_of
 
-REDIS_SCHEMES = ("redis", "rediss", "unix")
 _memory_stores: dict[str, MemoryStore] = {}
 
 
@@ -44,6 +48,28 @@ def open_block_index(url: str, namespace: str, *, timeout_s: float = 0.5) -> Blo
     return RedisBlockIndex(url, namespace, timeout_s=timeout_s)
 
 
+def open_roles(url: str, namespace: str, *, timeout_s: float = 0.5) -> Roles:
+    """The wanted roles behind `url`; otherwise as `open_registry`."""
+    memory = memory_store(url)
+    if memory is not None:
+        return MemoryRoles(namespace, memory)
+    from vllm_pd.state.redis_roles import RedisRoles
+
+    return RedisRoles(url, namespace, timeout_s=timeout_s)
+
+
+def open_prefill_queue(
+    url: str, namespace: str, *, limits: QueueLimits | None = None, timeout_s: float = 0.5
+) -> PrefillQueue:
+    """The prefill queue behind `url`; otherwise as `open_registry`."""
+    memory = memory_store(url)
+    if memory is not None:
+        return MemoryPrefillQueue(namespace, memory, limits=limits)
+    from vllm_pd.state.redis_prefill_queue import RedisPrefillQueue
+
+    return RedisPrefillQueue(url, namespace, limits=limits, timeout_s=timeout_s)
+
+
 def memory_store(url: str) -> MemoryStore | None:
     """The store of this process that `url` names, or None when it is a server's.
 
@@ -54,7 +80,7 @@ def memory_store(url: str) -> MemoryStore | None:
     known = [*REDIS_SCHEMES, "memory"]
     if not separator or scheme not in known:
         raise SettingsError(
-            f"The store URL {redact(url)!r} must begin with one of {', '.join(f'{s}://' for s in known)}"
+            f"The store URL {address_of(url)!r} must begin with one of {', '.join(f'{s}://' for s in known)}"
             f"{nearest(scheme, known) if separator else ''}."
         )
     return _memory_stores.setdefault(name, MemoryStore()) if scheme == "memory" else None

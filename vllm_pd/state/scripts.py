@@ -21,6 +21,17 @@ _KEEP_SET = """
 if redis.call('PTTL', KEYS[1]) < lease then redis.call('PEXPIRE', KEYS[1], lease) end
 """
 
+# Fields are `<end ms>:...`; what is no such thing stays for whoever reads to complain about.
+_DROP_ENDED_FIELDS = """
+if redis.call('HLEN', KEYS[1]) > 1 then
+  local all = redis.call('HGETALL', KEYS[1])
+  for i = 1, #all, 2 do
+    local ends = tonumber(string.match(all[i + 1], '^(%d+):'))
+    if ends and ends <= now then redis.call('HDEL', KEYS[1], all[i]) end
+  end
+end
+"""
+
 HEARTBEAT = (
     """
 -- KEYS: workers, worker, load. ARGV: id, epoch, lease ms, record.
@@ -84,15 +95,7 @@ local lease = tonumber(ARGV[2])
 redis.call('HSET', KEYS[1], ARGV[1], ms(now + lease) .. ':' .. ARGV[3])
 """
     + _KEEP_SET
-    + """
-if redis.call('HLEN', KEYS[1]) > 1 then
-  local all = redis.call('HGETALL', KEYS[1])
-  for i = 1, #all, 2 do
-    local ends = tonumber(string.match(all[i + 1], '^(%d+):'))
-    if ends and ends <= now then redis.call('HDEL', KEYS[1], all[i]) end
-  end
-end
-"""
+    + _DROP_ENDED_FIELDS
 )
 """Replace what one writer says. Each field has an end of its own: the key lives as long as its liveliest writer."""
 
@@ -104,3 +107,41 @@ redis.call('ZREM', KEYS[1], ARGV[1])
 return 1
 """
 """Remove a worker if the epoch is the stored one; answers 1 if it did."""
+
+SET_ROLE = (
+    """
+-- KEYS: roles. ARGV: worker, epoch, ttl ms, role.
+"""
+    + _NOW
+    + """
+local lease = tonumber(ARGV[3])
+local ends, epoch = string.match(redis.call('HGET', KEYS[1], ARGV[1]) or '', '^(%d+):(%d+):')
+if ends and tonumber(ends) > now and tonumber(epoch) > tonumber(ARGV[2]) then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ms(now + lease) .. ':' .. ARGV[2] .. ':' .. ARGV[4])
+"""
+    + _KEEP_SET
+    + _DROP_ENDED_FIELDS
+    + """
+return 1
+"""
+)
+"""Wish for a role unless there is a wish for a newer epoch; answers 1 if it did."""
+
+CLEAR_ROLE = """
+-- KEYS: roles. ARGV: worker, epoch.
+local epoch = string.match(redis.call('HGET', KEYS[1], ARGV[1]) or '', '^%d+:(%d+):')
+if epoch ~= ARGV[2] then return 0 end
+return redis.call('HDEL', KEYS[1], ARGV[1])
+"""
+"""Take a wish back if it is for this epoch; answers 1 if it did."""
+
+FIELDS = (
+    """
+-- KEYS: a HASH.
+"""
+    + _NOW
+    + """
+return {ms(now), redis.call('HGETALL', KEYS[1])}
+"""
+)
+"""The store's time in ms and all fields, each followed by its value."""

@@ -7,17 +7,17 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.conformance.deployments import Deployment
 from tests.conformance.servers import SERVERS, STORES, MemoryHarness, RedisHarness
-from vllm_pd.graph.embedded_store import EmbeddedStore
 
 
 @pytest.fixture(scope="package")
-def server() -> Iterator[Callable[[str], EmbeddedStore]]:
+def server() -> Iterator[Callable[[str], Deployment]]:
     """A server by its name in `SERVERS`."""
-    running: dict[str, EmbeddedStore] = {}
+    running: dict[str, Deployment] = {}
     with ExitStack() as stack:
 
-        def get(name: str) -> EmbeddedStore:
+        def get(name: str) -> Deployment:
             if name not in running:
                 running[name] = stack.enter_context(SERVERS[name]())
             return running[name]
@@ -27,10 +27,10 @@ def server() -> Iterator[Callable[[str], EmbeddedStore]]:
 
 @pytest.fixture(params=STORES)
 async def harness(
-    request: pytest.FixtureRequest, server: Callable[[str], EmbeddedStore]
+    request: pytest.FixtureRequest, server: Callable[[str], Deployment]
 ) -> AsyncIterator[MemoryHarness | RedisHarness]:
     name: str = request.param
-    found = MemoryHarness() if name == "memory" else RedisHarness(server(name).url)
+    found = MemoryHarness() if name == "memory" else RedisHarness(server(name))
     await found.lose_everything()
     yield found
     await found.close()
