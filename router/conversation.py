@@ -92,18 +92,9 @@ RESERVED_KWARGS = frozenset(
 )
 """Names that mean something to the function that renders; as template kwargs they change more than a variable."""
 
-_IGNORED_WHEN_EMPTY = frozenset({"refusal", "annotations", "audio", "function_call"})
-"""What clients send back of an answer. vLLM drops these as long as there is nothing in them."""
-
-_KEYS = {
-    "system": frozenset({"role", "content", "name"}),
-    "developer": frozenset({"role", "content", "name"}),
-    "user": frozenset({"role", "content", "name"}),
-    "assistant": frozenset({"role", "content", "name", "tool_calls", "reasoning", "reasoning_content"}),
-    "tool": frozenset({"role", "content", "tool_call_id"}),
-}
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _PLAIN_ROLES = ("user", "assistant")
-_TEXT_PART = {"type", "text"}
+_TEXT_PARTS = (frozenset({"type", "text"}), frozenset({"type", "text", "cache_control"}))
 _MEDIA_MARKS = ("image", "audio", "video", "embeds", "uuid")
 _BILLING_LINE = "x-anthropic-billing-header"
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
@@ -163,82 +154,77 @@ def _message(message: dict[str, Any], form: ContentFormat) -> Message:
     content = message.get("content")
     if form is ContentFormat.STRING and len(message) == 2 and isinstance(content, str) and role in _PLAIN_ROLES:
         return {"role": role, "content": content}
-    known = _KEYS.get(role) if isinstance(role, str) else None
-    if known is None or role is None:
+    if not isinstance(role, str) or role not in _ROLES or "task" in message:
         raise PromptUnknown(Unknown.MESSAGE)
-    ignored = message.keys() - known
-    if ignored and not (ignored <= _IGNORED_WHEN_EMPTY and not any(message[key] for key in ignored)):
-        raise PromptUnknown(Unknown.MESSAGE)
+    # Of all other fields, vLLM passes on these alone, whatever else a client sends back of an answer.
     out: Message = {"role": role, "content": _content(content, role, form)}
     if role == "assistant":
-        _add_answer(out, message, plain=not ignored)
-    elif role == "tool":
-        if "tool_call_id" in message:
-            if not isinstance(message["tool_call_id"], str):
-                raise PromptUnknown(Unknown.MESSAGE)
-            out["tool_call_id"] = message["tool_call_id"]
-        if isinstance(out["content"], list):
-            out["content"] = "\n".join(part["text"] for part in out["content"])
-    name = message.get("name", UNSET)
-    if name is not UNSET:
-        if not isinstance(name, str):
-            raise PromptUnknown(Unknown.MESSAGE)
-        out["name"] = name
+        _add_answer(out, message)
+    elif role == "tool" and "tool_call_id" in message:
+        out["tool_call_id"] = _string(message["tool_call_id"])
+    if "name" in message:
+        out["name"] = _string(message["name"])
     if role == "developer":
+        if message.get("tools") is not None:
+            raise PromptUnknown(Unknown.MESSAGE)
         out["tools"] = None
     return out
 
 
-def _content(content: Any, role: str, form: ContentFormat) -> str | list[dict[str, str]]:
+def _content(content: Any, role: str, form: ContentFormat) -> str | list[dict[str, Any]]:
     if content is None:
-        if role != "assistant":
-            raise PromptUnknown(Unknown.MESSAGE)
-        texts = []
+        parts = []
     elif isinstance(content, str):
-        texts = [content]
+        parts = [{"type": "text", "text": content}]
     elif isinstance(content, list):
-        texts = [_part_text(part) for part in content]
+        parts = [_part(part) for part in content]
     else:
         raise PromptUnknown(Unknown.MESSAGE)
     if role == "system":
-        texts = [text for text in map(_without_billing_line, texts) if text is not None]
+        parts = _without_billing_line(parts)
     if form is ContentFormat.STRING:
-        return texts[0] if len(texts) == 1 else "\n".join(texts)
-    return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(part["text"] for part in parts if part["text"])
+    return "\n".join(part["text"] for part in parts) if role == "tool" else parts
 
 
-def _part_text(part: Any) -> str:
-    if not isinstance(part, dict) or part.keys() != _TEXT_PART or part["type"] != "text":
-        marks = part.keys() | {part.get("type")} if isinstance(part, dict) else ()
-        media = any(mark in str(key) for key in marks for mark in _MEDIA_MARKS)
+def _part(part: Any) -> dict[str, Any]:
+    if not isinstance(part, dict) or part.keys() not in _TEXT_PARTS or part["type"] != "text":
+        names = (*part, part.get("type")) if isinstance(part, dict) else ()
+        media = any(mark in str(name) for name in names for mark in _MEDIA_MARKS)
         raise PromptUnknown(Unknown.MEDIA if media else Unknown.MESSAGE)
-    text = part["text"]
-    if not isinstance(text, str):
+    return {"type": "text", "text": _string(part["text"]), **part}
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
         raise PromptUnknown(Unknown.MESSAGE)
-    return text
+    return value
 
 
-def _without_billing_line(text: str) -> str | None:
-    """vLLM drops the line that a coding client puts first and changes every time; None when nothing else is there."""
-    if not text.startswith(_BILLING_LINE):
-        return text
-    return text.partition("\n")[2] or None
+def _without_billing_line(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """vLLM drops a line that a coding client puts in front and changes every time, so that the rest can be cached."""
+    kept = []
+    for part in parts:
+        if part["text"].startswith(_BILLING_LINE):
+            part = {**part, "text": part["text"].partition("\n")[2]}
+            if not part["text"]:
+                continue
+        kept.append(part)
+    return kept
 
 
-def _add_answer(out: Message, message: dict[str, Any], *, plain: bool) -> None:
-    """Tool calls and reasoning. `plain`: no other fields are there, which can change how vLLM reads these two."""
+def _add_answer(out: Message, message: dict[str, Any]) -> None:
+    """Tool calls and reasoning."""
     calls = message.get("tool_calls")
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")
-    if calls is None and reasoning is None:
-        return
-    if not plain or not isinstance(calls, list | None) or not isinstance(reasoning, str | None):
+    if not isinstance(calls, list | None):
         raise PromptUnknown(Unknown.MESSAGE)
     if calls:
         out["tool_calls"] = [_call(call) for call in calls]
     if reasoning is not None:
-        out["reasoning"] = out["reasoning_content"] = reasoning
+        out["reasoning"] = out["reasoning_content"] = _string(reasoning)
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -248,19 +234,20 @@ def _call(call: Any) -> dict[str, Any]:
         or call.keys() != {"id", "type", "function"}
         or function.keys() != {"name", "arguments"}
         or call["type"] != "function"
-        or not (isinstance(call["id"], str) and isinstance(function["name"], str))
-        or not isinstance(function["arguments"], str)
     ):
         raise PromptUnknown(Unknown.MESSAGE)
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(_string(function["arguments"]) or "{}")
     except json.JSONDecodeError:
         arguments = {}
     except RecursionError:
         raise PromptUnknown(Unknown.MESSAGE) from None
     return {
-        "id": call["id"],
-        "function": {"arguments": arguments if isinstance(arguments, dict) else {}, "name": function["name"]},
+        "id": _string(call["id"]),
+        "function": {
+            "arguments": arguments if isinstance(arguments, dict) else {},
+            "name": _string(function["name"]),
+        },
         "type": "function",
     }
 
