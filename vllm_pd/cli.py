@@ -14,6 +14,7 @@ from vllm_pd import __version__, layered, serve_flags
 from vllm_pd.errors import PDError, SettingsError
 from vllm_pd.settings import WorkerSettings, load_worker_settings
 from vllm_pd.sim import cli as sim_cli
+from vllm_pd.sim import mock_cli
 
 EXAMPLES = """examples:
   vllm-pd config --role prefill --pd-cpu-gib 8        what that worker would run with, and where each value comes from
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     workers.set_defaults(run=_workers)
 
     sim_cli.add_parser(commands)
+    mock_cli.add_parser(commands)
     return parser
 
 

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_pd.block_hash import BlockKey
@@ -196,6 +196,11 @@ class Engine:
     def fits(self, prompt: int, output: int) -> bool:
         """Whether the cache can hold such a request at all; vLLM refuses what its context length cannot."""
         return prompt + output <= self.config.gpu_blocks * self.config.block_size
+
+    @property
+    def decoders(self) -> Iterable[Work]:
+        """The requests past their first token, in order of admission."""
+        return self._decoding
 
     def generated(self, work: Work) -> int:
         """Tokens that a request has so far."""

@@ -13,6 +13,7 @@ from vllm_pd.routing.model import Ask, Choice
 from vllm_pd.routing.plan import plan
 from vllm_pd.routing.policies.base import Policy
 from vllm_pd.routing.prefix_index import PrefixIndex
+from vllm_pd.routing.rates import RateLearner
 from vllm_pd.sim.engine import EngineConfig
 from vllm_pd.sim.trace import TraceRequest
 from vllm_pd.state.base import PoolId, Role, WorkerId
@@ -47,8 +48,9 @@ class SimRouter:
         self._temperature = temperature
         self._random = random.Random(seed)
         self._index = PrefixIndex()
+        learner = RateLearner()
         self._ledgers = [
-            EngineLedger(Holder(WorkerId(f"{role}-{i}")), _POOL, role, engine.gpu_blocks)
+            EngineLedger(Holder(WorkerId(f"{role}-{i}")), _POOL, role, engine.gpu_blocks, learner)
             for i, role in enumerate(roles)
         ]
         for ledger in self._ledgers:
@@ -61,7 +63,7 @@ class SimRouter:
 
     def place(self, token: int, request: TraceRequest, now: float) -> Placement:
         """Choose, and count the request as sent."""
-        ask = Ask(request.prompt, self._block_size)
+        ask = Ask(request.prompt, self._block_size, keys=request.keys)
         overlaps = self._index.lookup(request.keys)
         made = plan(
             self._policy,

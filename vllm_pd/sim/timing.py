@@ -130,8 +130,9 @@ def fit(
         found = _least_squares(rows, [seconds for _, _, seconds in prefills], "prefill")
         values |= zip(("prefill_base", "prefill_token", "prefill_square", "cached_square"), found, strict=True)
     if steps:
-        rows = [(1.0, p, float(s)) for s, p, _ in steps]
-        found = _least_squares(rows, [seconds for _, _, seconds in steps], "decode")
+        found = _least_squares(
+            [(1.0, p, float(s)) for s, p, _ in steps], [seconds for _, _, seconds in steps], "decode"
+        )
         values |= zip(("decode_base", "decode_kv", "decode_sequence"), found, strict=True)
         values["decode_kv_square"] = 0.0
         values["decode_min"] = min(values["decode_min"], *(seconds for _, _, seconds in steps))

@@ -1,0 +1,359 @@
+"""One mock worker: a modelled engine in real time, its KV events, and its place in the store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from vllm_pd.agent.agent import Agent
+from vllm_pd.agent.kv_event_source import EventEndpoints
+from vllm_pd.agent.spec import AgentSpec
+from vllm_pd.block_hash import BlockHash, BlockHasher, Lora, extra_keys
+from vllm_pd.errors import StoreError
+from vllm_pd.settings import DEFAULT_LEASE_S
+from vllm_pd.sim.engine import Engine, EngineConfig, Work
+from vllm_pd.sim.live_engine import LiveEngine
+from vllm_pd.sim.mock_events import BlockContent, BlockEvents, EventPublisher
+from vllm_pd.sim.mock_faults import Faults
+from vllm_pd.sim.mock_tokenizer import MockTokenizer
+from vllm_pd.sim.timing import TimingModel
+from vllm_pd.state import open_block_index, open_registry
+from vllm_pd.state.base import Epoch, PoolSpec, Role, WorkerId, WorkerRecord
+from vllm_pd.state.block_index import BlockIndex
+
+logger = logging.getLogger(__name__)
+
+ENGINE_VERSION = "mock"
+HELD_S = 30.0
+"""How long blocks wait for a decode worker, in the engine's seconds; vLLM's NIXL connector has the same lease."""
+_LOAD_PERIOD_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockConfig:
+    """What mock workers are like. Sizes are in blocks."""
+
+    model: str = "mock"
+    loras: tuple[Lora, ...] = ()
+    engine: EngineConfig = EngineConfig(gpu_blocks=8192, block_size=16)
+    timing: TimingModel = TimingModel()
+    speed: float = 1.0
+    """How many of the engine's seconds pass in one."""
+    max_model_len: int = 32_768
+    output_tokens: int = 64
+    """Length of an answer that nothing limits."""
+    store: str = ""
+    namespace: str = "default"
+    lease_s: float = DEFAULT_LEASE_S
+    kv_events: bool = True
+    seed: int = 0
+
+
+class Generation:
+    """One request in the engine, as its HTTP handler sees it."""
+
+    def __init__(self, prompt: int, output: int) -> None:
+        self.prompt = prompt
+        self.output = output
+        self.generated = 0
+        self.finished = False
+        self.work: Work | None = None
+        self.on_fetched: Callable[[], None] | None = None
+        self.held = False
+        """Its blocks are kept for another worker, and given up by other means than its end."""
+        self._changed = asyncio.Event()
+
+    def progress(self, generated: int, finished: bool) -> None:
+        if generated != self.generated or finished:
+            self.generated = generated
+            self.finished = finished
+            self._changed.set()
+
+    def fetched(self) -> None:
+        if self.on_fetched is not None:
+            self.on_fetched()
+
+    async def more(self) -> int:
+        """Wait for further tokens; returns how many there are now."""
+        await self._changed.wait()
+        self._changed.clear()
+        return self.generated
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a worker has done, for its metrics page."""
+
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    queries: int = 0
+    """Prompt tokens looked for in the cache."""
+    hits: int = 0
+    external_hits: int = 0
+    """Prompt tokens from lower tiers, and from other workers."""
+    ttft: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Count and sum of seconds."""
+
+
+class MockWorker:
+    """Made, used and stopped in one loop.
+
+    Args:
+        url: where its API is.
+        tokenizer: may be shared by many workers.
+        context: where its event sockets are made; None: it publishes no KV events.
+    """
+
+    def __init__(
+        self,
+        config: MockConfig,
+        url: str,
+        role: Role,
+        tokenizer: MockTokenizer,
+        context: zmq.Context[zmq.Socket[bytes]] | None,
+    ) -> None:
+        self.config = config
+        self.url = url
+        self.role = role
+        self.tokenizer = tokenizer
+        self.faults = Faults()
+        self.counters = Counters()
+        self.engine_id = str(uuid.uuid4())
+        self.dead = False
+        size = config.engine.block_size
+        self.live = LiveEngine(Engine(config.engine, config.timing), config.speed, self._changed)
+        self._hasher = BlockHasher(size)
+        self._events = BlockEvents(size)
+        self._publisher = EventPublisher(context, seed=config.seed) if context is not None else None
+        self._held: dict[str, tuple[Work, asyncio.TimerHandle]] = {}
+        self._agent: Agent | None = None
+        self._reporting: asyncio.TimerHandle | None = None
+
+    # Requests.
+
+    def start(
+        self,
+        ids: Sequence[int],
+        output: int,
+        *,
+        lora: Lora | None = None,
+        salt: str | None = None,
+        remote: bool = False,
+        hold: bool = False,
+    ) -> Generation:
+        """Hand a request to the engine. Raises ValueError for a salt that cannot be hashed."""
+        everything = [*ids, *self.tokenizer.answer(output)]
+        extra = extra_keys(lora, salt) if lora is not None or salt else None
+        blocks = self._hasher.chain(everything, extra)
+        if self._publisher is not None:
+            self._describe(blocks, everything, lora)
+        generation = Generation(len(ids), output)
+        work = generation.work = Work(generation, len(ids), output, blocks, remote=remote, hold=hold)
+        self.counters.requests += 1
+        self.live.submit(work)
+        return generation
+
+    def end(self, generation: Generation, first_token_s: float | None) -> None:
+        """A request's handler is done with it, finished or not."""
+        work, counters = generation.work, self.counters
+        assert work is not None
+        if not generation.finished and not self.dead:
+            self.live.abort(work)
+            counters.aborted += 1
+        counters.finished += generation.finished
+        counters.generation_tokens += generation.generated
+        if first_token_s is not None:
+            size = self.config.engine.block_size
+            counters.prompt_tokens += work.prompt
+            counters.queries += work.prompt
+            counters.hits += work.gpu_hits * size
+            counters.external_hits += work.cached - work.gpu_hits * size
+            counters.ttft[0] += 1
+            counters.ttft[1] += first_token_s
+        if work.hold and generation.finished and not generation.held:
+            self.live.release(work)
+        self._events.forget(work.keys)
+
+    # Blocks for other workers.
+
+    def hold(self, request_id: str, generation: Generation) -> Mapping[str, Any]:
+        """Keep a finished request's blocks for another worker; returns what that one must be told."""
+        work = generation.work
+        assert work is not None
+        generation.held = True
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(HELD_S / self.config.speed, self.release, request_id)
+        self._held[request_id] = work, timer
+        host, _, port = self.url.rpartition("//")[2].rpartition(":")
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(work.blocks)],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": request_id,
+            "remote_host": host,
+            "remote_port": int(port),
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": work.prompt,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "read",
+        }
+
+    def holds(self, request_id: str) -> bool:
+        """Whether the blocks of that request are there for another worker."""
+        return request_id in self._held
+
+    def release(self, request_id: str) -> None:
+        """Another worker has them, or will not come. Idempotent."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            held[1].cancel()
+            self.live.release(held[0])
+
+    # The cache.
+
+    @property
+    def event_endpoints(self) -> EventEndpoints | None:
+        """Where it publishes its KV events."""
+        return self._publisher.endpoints if self._publisher is not None else None
+
+    @property
+    def blocks(self) -> BlockEvents:
+        """What it has said that it holds."""
+        return self._events
+
+    def _describe(self, blocks: Sequence[BlockHash], ids: Sequence[int], lora: Lora | None) -> None:
+        size = self.config.engine.block_size
+        parent: BlockHash | None = None
+        for i, block in enumerate(blocks):
+            content = BlockContent(parent, ids[i * size : (i + 1) * size], lora.name if lora else None)
+            self._events.describe(block, content)
+            parent = block
+
+    def _changed(self, changed: Mapping[BlockHash, int]) -> None:
+        if self._publisher is None or self.dead:
+            return
+        self._publisher.drop = self.faults.drop_events
+        self._publisher.drop_replay = self.faults.drop_replays
+        events = self._events.events(changed)
+        if events:
+            self._publisher.publish(events)
+
+    # The store.
+
+    def register(self) -> None:
+        """Begin to be in the store, if there is one."""
+        if not self.config.store:
+            return
+        config = self.config
+        loras = config.loras
+        address = self.url.rpartition("//")[2]
+        record = WorkerRecord(
+            id=WorkerId(address),
+            epoch=Epoch(time.time_ns() // 1_000_000),
+            pool=PoolSpec(
+                model=config.model,
+                revision="",
+                dtype="bfloat16",
+                kv_dtype="auto",
+                kv_layout="",
+                block_size=config.engine.block_size,
+                hash_algo="sha256_cbor",
+                engine=ENGINE_VERSION,
+            ),
+            url=self.url,
+            role=self.role,
+            models=(config.model, *(lora.name for lora in loras)),
+            loras=tuple(lora.name for lora in loras),
+            lora_paths=tuple(lora.path for lora in loras),
+            engine_id=self.engine_id,
+            nixl_host=address.rpartition(":")[0],
+            nixl_port=int(address.rpartition(":")[2]),
+            kv_blocks=config.engine.gpu_blocks,
+            max_model_len=config.max_model_len,
+            versions={"vllm": ENGINE_VERSION},
+        )
+        endpoints = self.event_endpoints
+        spec = AgentSpec(
+            store=config.store,
+            record=record,
+            lease_s=config.lease_s,
+            event_sources=lambda: {} if endpoints is None else {0: endpoints},
+            load_tokenizer=lambda: self.tokenizer.files,
+        )
+        self._agent = Agent(spec, self._open_registry, self._open_index, self._serves)
+        self._agent.start()
+        self._report()
+
+    async def _serves(self) -> bool:
+        return True
+
+    def _open_registry(self) -> Any:
+        return _UntilDeath(open_registry(self.config.store, self.config.namespace), self)
+
+    def _open_index(self) -> BlockIndex:
+        return open_block_index(self.config.store, self.config.namespace)
+
+    def _report(self) -> None:
+        engine = self.live.engine
+        if self._agent is not None and not self.dead:
+            self._agent.observe(0, engine.running, engine.waiting, engine.kv_usage)
+            self._reporting = asyncio.get_running_loop().call_later(_LOAD_PERIOD_S, self._report)
+
+    # The end.
+
+    def die(self) -> None:
+        """As if killed: nothing is withdrawn, and the store hears no more. Idempotent."""
+        self.dead = True
+        self.live.close()
+
+    def request_stop(self) -> None:
+        """Have the agent withdraw; `wait_stopped` waits for it."""
+        if self._agent is not None and not self.dead:
+            self._agent.stop(0.0)
+
+    def wait_stopped(self) -> None:
+        """Wait for the agent's thread, for a moment. Callable from any thread."""
+        if self._agent is not None:
+            self._agent.stop(0.0 if self.dead else 2.0)
+
+    def close(self) -> None:
+        """Let go of everything else. Idempotent."""
+        self.live.close()
+        if self._reporting is not None:
+            self._reporting.cancel()
+        for _, timer in self._held.values():
+            timer.cancel()
+        self._held.clear()
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+class _UntilDeath:
+    """A registry that a dead worker does not reach."""
+
+    def __init__(self, registry: Any, worker: MockWorker) -> None:
+        self._registry = registry
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._registry, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            if self._worker.dead and name != "close":
+                raise StoreError("the mock worker is dead")
+            return await method(*args, **kwargs)
+
+        return call
