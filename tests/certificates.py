@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,15 @@ class Authority:
         plain = serialization.NoEncryption()
         made.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
         return made
+
+    def server_context(self, certificate: Certificate, *, wants_certificate: bool = False) -> ssl.SSLContext:
+        """Of a server that shows `certificate`, and may want one of this authority in return."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate.pem, certificate.key)
+        if wants_certificate:
+            context.load_verify_locations(self.pem)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
     def _sign(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, is_authority: bool) -> bytes:
         now = datetime.datetime.now(datetime.UTC)

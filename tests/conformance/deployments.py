@@ -14,6 +14,7 @@ import redis
 
 from scripts.redis7 import NoRedisError, find
 from tests.certificates import Authority
+from tests.conformance.tls_front import TlsFront
 from vllm_pd.graph.embedded_store import EmbeddedStore, find_binary
 from vllm_pd.graph.ports import LOOPBACK, free_port, free_ports
 
@@ -67,23 +68,30 @@ def redis_server() -> Iterator[Deployment]:
 
 
 @contextmanager
-def redis_tls() -> Iterator[Deployment]:
-    """Redis that speaks TLS and wants a certificate of its clients; beside it a plain port for the tests' own use."""
-    binary = redis7()
-    with TemporaryDirectory() as folder:
+def tls() -> Iterator[Deployment]:
+    """A store that speaks TLS and wants a certificate of its clients: Redis, or Valkey behind a front.
+
+    The Valkey that tests have is built without TLS. A plain port beside it is for the tests' own use.
+    """
+    with TemporaryDirectory() as folder, ExitStack() as stack:
         authority = Authority(Path(folder))
         own, client = authority.issue("server"), authority.issue("client")
-        port = free_port()
-        options = {
-            "tls-port": str(port),
-            "tls-ca-cert-file": str(authority.pem),
-            "tls-cert-file": str(own.pem),
-            "tls-key-file": str(own.key),
-            "tls-auth-clients": "yes",
-        }
-        with EmbeddedStore(binary=binary, options=options) as store:
-            files = f"ssl_ca_certs={authority.pem}&ssl_certfile={client.pem}&ssl_keyfile={client.key}"
-            yield Deployment(f"rediss://{LOOPBACK}:{port}?{files}", (store,))
+        try:
+            binary, port = find(), free_port()
+        except NoRedisError:
+            store = stack.enter_context(EmbeddedStore())
+            port = stack.enter_context(TlsFront(store.port, authority.server_context(own, wants_certificate=True))).port
+        else:
+            options = {
+                "tls-port": str(port),
+                "tls-ca-cert-file": str(authority.pem),
+                "tls-cert-file": str(own.pem),
+                "tls-key-file": str(own.key),
+                "tls-auth-clients": "yes",
+            }
+            store = stack.enter_context(EmbeddedStore(binary=binary, options=options))
+        files = f"ssl_ca_certs={authority.pem}&ssl_certfile={client.pem}&ssl_keyfile={client.key}"
+        yield Deployment(f"rediss://{LOOPBACK}:{port}?{files}", (store,))
 
 
 @contextmanager

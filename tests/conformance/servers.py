@@ -97,6 +97,6 @@ SERVERS = {
     "cluster_of_three": deployments.cluster_of_three,
     "sentinel": deployments.sentinel,
     "redis": deployments.redis_server,
-    "redis_tls": deployments.redis_tls,
+    "tls": deployments.tls,
 }
 STORES = ("memory", *SERVERS)

@@ -19,13 +19,14 @@ from redis.exceptions import (
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     ResponseError,
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from vllm_pd.errors import StoreError
-from vllm_pd.state.redis_client import after_failure, close_client, make_client
+from vllm_pd.state.redis_client import after_failure, close_client, make_client, reason
 from vllm_pd.state.store_url import parse_store_url
 
 logger = logging.getLogger(__name__)
@@ -91,17 +92,19 @@ class RedisCalls:
                 "is not overloaded."
             ) from None
         except (AuthenticationError, AuthorizationError):
-            raise StoreError(
-                f"The store {self.address} refused the user or password; correct them in the store URL."
-            ) from None
+            raise self._refused() from None
         except ResponseError as e:
             raise StoreError(f"The store {self.address} answered {str(e)!r}; {_remedy(e)}.") from None
-        except (RedisError, OSError) as e:
+        except (RedisError, RedisClusterException, OSError) as e:
             after_failure(self.client)
-            reason = str(e).rstrip(".") or type(e).__name__
+            if isinstance(e.__cause__, AuthenticationError):
+                raise self._refused() from None
             raise StoreError(
-                f"The store {self.address} cannot be used ({reason}); start it, or correct the store URL."
+                f"The store {self.address} cannot be used ({reason(e)}); start it, or correct the store URL."
             ) from None
+
+    def _refused(self) -> StoreError:
+        return StoreError(f"The store {self.address} refused the user or password; correct them in the store URL.")
 
     def report(self, bad: Sequence[str]) -> None:
         """Count entries that were skipped; say it once for as long as the same keys are bad."""

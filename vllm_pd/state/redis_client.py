@@ -12,8 +12,9 @@ from typing import Any
 import redis.asyncio
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException
 
 from vllm_pd.state.store_url import StoreUrl, Topology
 
@@ -82,8 +83,19 @@ def after_failure(client: Any) -> None:
         client._initialize = True
 
 
+def reason(error: Exception) -> str:
+    """What went wrong, in a few words: redis-py's own may be a page of connection options."""
+    if isinstance(error, MasterNotFoundError):
+        if "AuthenticationError" in str(error):
+            return "a Sentinel refused sentinel_username or sentinel_password"
+        return "no Sentinel that answers knows a primary of this name that is up"
+    if isinstance(error, RedisClusterException) and error.__cause__ is not None:
+        return f"no node of it can be asked: {str(error.__cause__).rstrip('.')}"
+    return str(error).rstrip(".") or type(error).__name__
+
+
 async def close_client(client: Any) -> None:
     """Release every connection of a client. Idempotent; raises RedisError or OSError."""
     pool = getattr(client, "connection_pool", None)
-    sentinels = [pool.sentinel_manager.aclose()] if isinstance(pool, SentinelConnectionPool) else []
-    await asyncio.gather(client.aclose(), *sentinels)
+    sentinels = pool.sentinel_manager.sentinels if isinstance(pool, SentinelConnectionPool) else []
+    await asyncio.gather(*(each.aclose() for each in [client, *sentinels]))
