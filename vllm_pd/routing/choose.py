@@ -9,7 +9,7 @@ from random import Random
 
 from vllm_pd.routing.model import Ask, Candidate, Choice, Overlap, Overlaps, Scored
 from vllm_pd.routing.policies.base import Policy
-from vllm_pd.routing.predict import overlap_on, predict
+from vllm_pd.routing.predict import cached_tokens, overlap_on, predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,12 @@ def choose(
     def scored(index: int, parts: bool) -> Scored:
         candidate = candidates[index]
         overlap = overlap_on(candidate, ask, overlaps)
+        promised = candidate.promised_after(overlap.blocks, ask) if ask.exact else 0
         return Scored(
             candidate.holder,
             overlap,
-            ask.uncached(overlap),
+            promised,
+            ask.tokens - cached_tokens(ask, overlap.blocks + promised),
             scores[index],
             expected(candidate, overlap),
             policy.parts(index, ask, candidates, overlaps, now) if parts else {},

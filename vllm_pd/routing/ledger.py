@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
 from math import inf
 
+from vllm_pd.block_hash import BlockKey
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Overlap, Rates
-from vllm_pd.routing.rates import PrefillWork, RateLearner, prefill_work, together
+from vllm_pd.routing.predict import cached_tokens
+from vllm_pd.routing.rates import PrefillWork, RateLearner, Speed, prefill_work, together
 from vllm_pd.state.base import PoolId, Role
 from vllm_pd.state.block_index import Holder
 
@@ -20,12 +23,14 @@ _TYPICAL_TOKENS = 1000
 
 
 class _Request:
-    __slots__ = ("blocks", "missing", "new", "seconds", "silent", "since", "work")
+    __slots__ = ("blocks", "cached", "missing", "new", "promises", "seconds", "silent", "since", "work")
 
-    def __init__(self, ask: Ask, overlap: Overlap, silent: bool, now: float) -> None:
-        cached = ask.cached(overlap)
+    def __init__(self, ask: Ask, overlap: Overlap, cached: int, silent: bool, now: float) -> None:
+        self.cached = cached
         self.new = ask.tokens - cached
         self.work = prefill_work(self.new, cached, overlap.cpu, overlap.ssd)
+        self.promises: Sequence[BlockKey] = ()
+        """Keys of the blocks it will leave in the cache."""
         self.seconds = 0.0
         """Predicted prefill time, without the queue before it."""
         self.blocks = ask.blocks
@@ -51,7 +56,6 @@ class EngineLedger:
         "_decoding",
         "_inflight_at_report",
         "_last_work",
-        "_learner",
         "_mean_seconds",
         "_others_at",
         "_others_requests",
@@ -63,6 +67,7 @@ class EngineLedger:
         "_queue",
         "_remote",
         "_reported_running",
+        "_speed",
         "active_blocks",
         "begun",
         "begun_blocks",
@@ -76,7 +81,7 @@ class EngineLedger:
         "least_wait",
         "pool",
         "prefill_tokens",
-        "rates",
+        "promised",
         "role",
         "running",
         "silent_until",
@@ -84,14 +89,17 @@ class EngineLedger:
     )
 
     def __init__(
-        self, holder: Holder, pool: PoolId, role: Role, kv_blocks: int = 0, prior: Rates | None = None
+        self, holder: Holder, pool: PoolId, role: Role, kv_blocks: int = 0, learner: RateLearner | None = None
     ) -> None:
+        """Args:
+        kv_blocks: its capacity; 0 when unknown.
+        learner: shared by the engines of a pool, which mostly are alike.
+        """
         self.holder = holder
         self.pool = pool
         self.role = role
         self.kv_blocks = kv_blocks
-        self._learner = RateLearner(prior or Rates())
-        self.rates = self._learner.rates
+        self._speed = Speed(learner or RateLearner())
         self._queue: dict[Hashable, _Request] = {}
         """Being prefilled here or waiting for it, oldest first."""
         self._remote: dict[Hashable, _Request] = {}
@@ -111,6 +119,8 @@ class EngineLedger:
         self._others_at = 0.0
         self._reported_running = 0
         self._inflight_at_report = 0
+        self.promised: dict[BlockKey, _Request] = {}
+        """Blocks that requests in the queue will leave in the cache."""
         self.free_at = 0.0
         self.least_wait = 0.0
         self.prefill_tokens = 0
@@ -125,6 +135,20 @@ class EngineLedger:
         self.last_pick = 0
         self.silent_until = inf
         """When `advance` has something to do."""
+
+    @property
+    def rates(self) -> Rates:
+        return self._speed.rates
+
+    def promised_after(self, held: int, ask: Ask) -> int:
+        """Blocks of the prompt after the first `held` that requests in the queue compute.
+
+        A block's key depends on all blocks before it, so they are a run, and its end is found by halving.
+        """
+        keys, promised = ask.keys, self.promised
+        if not promised or held >= len(keys) or keys[held] not in promised:
+            return 0
+        return bisect_left(range(held + 1, len(keys)), True, key=lambda i: keys[i] not in promised) + 1
 
     def prefill_queue(self, now: float) -> float:
         """Predicted seconds until the prefill work that is there is done."""
@@ -160,11 +184,19 @@ class EngineLedger:
             raise ValueError(f"Request {request!r} is on {self.holder} already; give every attempt a name of its own")
         if now >= self.silent_until:
             self.advance(now)
-        entry = _Request(ask, overlap if ask.exact else NO_OVERLAP, silent, now)
+        if not ask.exact:
+            overlap = NO_OVERLAP
+        held = overlap.blocks
+        held += self.promised_after(held, ask)
+        entry = _Request(ask, overlap, cached_tokens(ask, held), silent, now)
         if remote:
             self._remote[request] = entry
         else:
-            entry.seconds = self.rates.prefill(entry.new, ask.tokens - entry.new) + self.rates.load(overlap)
+            rates = self.rates
+            entry.seconds = rates.prefill(entry.new, entry.cached) + rates.load(overlap)
+            if ask.exact:
+                entry.promises = ask.keys[held:]
+                self.promised.update(dict.fromkeys(entry.promises, entry))
             self._mean_seconds = _MEAN_KEEPS * self._mean_seconds + (1 - _MEAN_KEEPS) * entry.seconds
             if not self._queue:
                 self._busy_since = now
@@ -189,7 +221,7 @@ class EngineLedger:
         """The first byte of its answer came. Ignored for a name that is unknown or had its first token."""
         entry = self._remote.pop(request, None)
         if entry is not None:
-            self._learner.observe_transfer(entry.missing, now - entry.since)
+            self._speed.observe_transfer(entry.missing, now - entry.since)
         else:
             if request not in self._queue:
                 return
@@ -212,16 +244,15 @@ class EngineLedger:
 
     def _overtake(self, request: Hashable, now: float) -> None:
         """A request has its first token, so silent ones before it have theirs: the engine serves them in turn."""
-        before = []
+        before: list[tuple[Hashable, _Request]] = []
         for name, entry in self._queue.items():
             if name == request:
                 break
             if entry.silent:
-                before.append(name)
+                before.append((name, entry))
         since = self._busy_since
-        for name in before:
-            entry = self._leave_queue(name, now, computed=False)
-            assert entry is not None
+        for name, entry in before:
+            self._leave_queue(name, now, computed=False)
             # The time until now covers both.
             self._queue[request].work = together(self._queue[request].work, entry.work)
             self._decodes(name, entry, now)
@@ -237,7 +268,7 @@ class EngineLedger:
         entry = self._decoding.pop(request, None)
         if entry is not None:
             if output_tokens > 1 and not entry.silent:
-                self._learner.observe_step(self.decoding, (now - entry.since) / (output_tokens - 1))
+                self._speed.observe_step(self.decoding, (now - entry.since) / (output_tokens - 1))
             self.decoding -= 1
         else:
             entry = self._remote.pop(request, None) or self._leave_queue(request, now, computed=False)
@@ -278,6 +309,11 @@ class EngineLedger:
             return None
         head = next(iter(self._queue.values()))
         del self._queue[request]
+        promised = self.promised
+        for key in entry.promises:
+            # A later request may have promised it again.
+            if promised.get(key) is entry:
+                del promised[key]
         self._own_tokens -= entry.new
         self._own_seconds = self._own_seconds - entry.seconds if self._queue else 0.0
         if entry is head:
@@ -297,7 +333,7 @@ class EngineLedger:
             self._last_work = (together(last[0], entry.work), last[1] + seconds)
             return
         if last is not None:
-            self._learner.observe_prefill(*last)
+            self._speed.observe_prefill(*last)
         self._last_work = (entry.work, seconds)
 
     def _others_left(self, now: float) -> float:
@@ -305,7 +341,6 @@ class EngineLedger:
 
     def _refresh(self, now: float) -> None:
         """Bring the attributes that a choice reads up to date."""
-        self.rates = self._learner.rates
         left = self._others_left(now)
         self.least_wait = 0.0
         self.silent_until = inf

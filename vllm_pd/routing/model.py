@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from vllm_pd.block_hash import BlockKey
 from vllm_pd.state.base import PoolId, Role, WorkerId
 from vllm_pd.state.block_index import Holder
 
@@ -80,6 +81,8 @@ class Ask:
     """Expected length of the answer; 0 when nothing is known."""
     exact: bool = True
     """Whether overlap is known. If not, no worker is credited with any."""
+    keys: Sequence[BlockKey] = field(default=(), repr=False, compare=False)
+    """Of its whole blocks, as looked up; what is being computed somewhere just now is found by them."""
     session: WorkerId | None = None
     """Where the request's session went last, by its affinity header."""
 
@@ -88,13 +91,10 @@ class Ask:
         """Blocks that hold the prompt, the last one perhaps in part."""
         return -(-self.tokens // self.block_size)
 
-    def cached(self, overlap: Overlap) -> int:
-        """Prompt tokens that need not be computed. The engine always computes the last one, and with it its block."""
-        return min(overlap.blocks, (self.tokens - 1) // self.block_size) * self.block_size if self.tokens else 0
-
-    def uncached(self, overlap: Overlap) -> int:
-        """Prompt tokens to compute."""
-        return self.tokens - self.cached(overlap)
+    @property
+    def most_cached(self) -> int:
+        """Blocks that may come from a cache: the engine always computes the last token, and with it its block."""
+        return (self.tokens - 1) // self.block_size if self.tokens else 0
 
 
 class Candidate(Protocol):
@@ -112,6 +112,14 @@ class Candidate(Protocol):
     @property
     def free_at(self) -> float:
         """When the prefill work that is already there is predicted to be done, on the router's clock."""
+
+    @property
+    def promised(self) -> object:
+        """True in a condition if `promised_after` may be above 0."""
+
+    def promised_after(self, held: int, ask: Ask) -> int:
+        """Blocks of the prompt after the first `held` that will be there when it is computed: requests before it that
+        have no first token yet compute them."""
 
     @property
     def least_wait(self) -> float:
@@ -173,6 +181,8 @@ class Scored:
 
     holder: Holder
     overlap: Overlap
+    promised: int
+    """Blocks after the overlap that will be there in time: a request before this one has them computed."""
     uncached: int
     """Prompt tokens to compute there."""
     score: float

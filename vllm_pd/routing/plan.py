@@ -11,7 +11,7 @@ from vllm_pd.routing.choose import DEFAULT_AFFINITY, Affinity, TimeToFirst, choo
 from vllm_pd.routing.model import Ask, Candidate, Choice, Overlap, Overlaps
 from vllm_pd.routing.policies.base import Policy
 from vllm_pd.routing.policies.predicted import Predicted
-from vllm_pd.routing.predict import overlap_on, predict
+from vllm_pd.routing.predict import cached_tokens, overlap_on, predict
 from vllm_pd.state.base import PoolId, WorkerId
 
 _USUAL_ANSWER = 100
@@ -144,7 +144,8 @@ class _DecodeLeg:
         """Why the request would go whole to this decode worker; empty if it would be split."""
         if self._partners.of(decoder) is None:
             return "no prefill worker"
-        new = self._ask.uncached(overlap_on(decoder, self._ask, self._overlaps))
+        held = overlap_on(decoder, self._ask, self._overlaps).blocks
+        new = self._ask.tokens - cached_tokens(self._ask, held)
         if new < self._ask.block_size or new <= self._rule.max_local_tokens:
             return "short"
         if self._rule.by_time and sum(self._here(decoder).values()) <= sum(self._split(decoder).values()):

@@ -1,4 +1,4 @@
-"""Predicted times of a request on a candidate. Pure arithmetic on what the ledger and the index say."""
+"""Predicted work and times of a request on a candidate. Pure arithmetic on what the ledger and the index say."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def overlap_on(candidate: Candidate, ask: Ask, overlaps: Overlaps) -> Overlap:
     return overlaps.get(candidate.holder, NO_OVERLAP) if ask.exact else NO_OVERLAP
 
 
+def cached_tokens(ask: Ask, blocks: int) -> int:
+    """Prompt tokens that need not be computed where the first `blocks` are held or promised."""
+    return min(blocks, ask.most_cached) * ask.block_size
+
+
 def wait(candidate: Candidate, now: float) -> float:
     """Seconds until the prefill work that is there is done."""
     return max(candidate.free_at - now, candidate.least_wait)
@@ -33,5 +38,6 @@ def wait(candidate: Candidate, now: float) -> float:
 def predict(candidate: Candidate, ask: Ask, overlap: Overlap, now: float) -> Prediction:
     """The request computed whole on the candidate."""
     rates = candidate.rates
-    cached = ask.cached(overlap)
+    held = overlap.blocks
+    cached = cached_tokens(ask, held + candidate.promised_after(held, ask))
     return Prediction(wait(candidate, now), rates.load(overlap), rates.prefill(ask.tokens - cached, cached))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,15 +17,19 @@ _DOUBT = 2
 """Observations that have to speak against the prior before its scale moves: one outlier is no rate."""
 _KEEP = 0.98
 """What an observation still weighs when the next one came."""
-_TRUST_IN_SHAPE = 1.0
+_TRUST_IN_SHAPE = 0.2
 """How many observations the prior's proportions between the terms are worth."""
 _OUTLIER = 0.3
 """Relative error from which on an observation pulls no harder."""
-_PASSES = 2
-_SWEEPS = 20
-_LEAST_PART, _MOST_PART = 0.02, 50.0
-"""Bounds of a term in relation to the prior's proportions: none vanishes, none takes everything."""
+_PASSES, _SETTLED = 3, 8
+"""Fits of reweighted least squares until so many fits were made; later the weights of the last one do."""
+_LEAST_PART, _MOST_PART = 0.0, 50.0
+"""Bounds of a term in relation to the prior's proportions: none is negative, none takes everything."""
 _LEAST_SCALE, _MOST_SCALE = 1e-3, 1e4
+_JUDGED_BY = 32
+"""Observations of one engine by which it is told from its pool."""
+_CLEARLY = 0.25
+"""Natural logarithm of the ratio from which on an engine is not like its pool."""
 
 
 class _Fit:
@@ -36,6 +41,7 @@ class _Fit:
         self._until_refit = 1
         self._fits = 0
         self._parts = [1.0] * len(self._prior)
+        self._scale = 1.0
 
     def observe(self, features: tuple[float, ...], seconds: float) -> tuple[float, ...] | None:
         """Take an observation in; the new coefficients if it was time for a fit."""
@@ -55,19 +61,22 @@ class _Fit:
         ratios = [seconds / e for (_, seconds), e in zip(self._seen, expected, strict=True) if e > 0]
         scale = min(_MOST_SCALE, max(_LEAST_SCALE, median(ratios + [1.0] * _DOUBT)))
         rows = [[x * p * scale for x, p in zip(features, prior, strict=True)] for features, _ in self._seen]
-        parts = self._parts
-        for _ in range(_PASSES):
-            self._solve(rows, parts)
-        return tuple(part * p * scale for part, p in zip(parts, prior, strict=True))
+        # The parts are of the present scale: what the last fit found is no start if that has changed.
+        if not 0.5 < scale / self._scale < 2:
+            self._parts = [1.0] * len(prior)
+            self._scale = scale
+        for _ in range(_PASSES if self._fits < _SETTLED else 1):
+            self._parts = self._solve(rows)
+        return tuple(part * p * scale for part, p in zip(self._parts, prior, strict=True))
 
-    def _solve(self, rows: list[list[float]], parts: list[float]) -> None:
-        """One pass of reweighted least squares, drawn towards parts of 1, by coordinate descent within the bounds."""
-        terms = range(len(parts))
-        matrix = [[0.0] * len(parts) for _ in terms]
-        right = [0.0] * len(parts)
+    def _solve(self, rows: list[list[float]]) -> list[float]:
+        """One pass of reweighted least squares, drawn towards parts of 1, within the bounds."""
+        terms = range(len(self._parts))
+        matrix = [[0.0] * len(terms) for _ in terms]
+        right = [_TRUST_IN_SHAPE] * len(terms)
         weight = 1.0
         for row, (_, seconds) in zip(reversed(rows), reversed(self._seen), strict=True):
-            predicted = sum(part * x for part, x in zip(parts, row, strict=True))
+            predicted = sum(part * x for part, x in zip(self._parts, row, strict=True))
             weight *= _KEEP
             if predicted <= 0:
                 continue
@@ -80,23 +89,52 @@ class _Fit:
                     line = matrix[i]
                     for j in terms:
                         line[j] += wx * row[j]
-        for _ in range(_SWEEPS):
-            for i in terms:
-                line = matrix[i]
-                rest = sum(line[j] * parts[j] for j in terms) - line[i] * parts[i]
-                best = (right[i] - rest + _TRUST_IN_SHAPE) / (line[i] + _TRUST_IN_SHAPE)
-                parts[i] = min(_MOST_PART, max(_LEAST_PART, best))
+        for i in terms:
+            matrix[i][i] += _TRUST_IN_SHAPE
+        parts = [1.0] * len(terms)
+        free = list(terms)
+        while free:
+            found = _solve_linear(
+                [[matrix[i][j] for j in free] for i in free],
+                [right[i] - sum(matrix[i][j] * parts[j] for j in terms if j not in free) for i in free],
+            )
+            parts = list(parts)
+            for i, part in zip(free, found, strict=True):
+                parts[i] = min(_MOST_PART, max(_LEAST_PART, part))
+            # A term at its bound stays there, and the others are fitted to what is left.
+            still = [i for i, part in zip(free, found, strict=True) if _LEAST_PART < part < _MOST_PART]
+            if len(still) == len(free):
+                break
+            free = still
+        return parts
+
+
+def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gaussian elimination of a positive definite system, which needs no pivots. The arguments are used up."""
+    size = len(right)
+    for k in range(size):
+        pivot = matrix[k]
+        for i in range(k + 1, size):
+            line = matrix[i]
+            ratio = line[k] / pivot[k]
+            if ratio:
+                for j in range(k, size):
+                    line[j] -= ratio * pivot[j]
+                right[i] -= ratio * right[k]
+    for k in reversed(range(size)):
+        right[k] = (right[k] - sum(matrix[k][j] * right[j] for j in range(k + 1, size))) / matrix[k][k]
+    return right
 
 
 class RateLearner:
-    """The rates of one engine. Starts from a prior; a few observations suffice to leave it, a single one does not.
+    """The rates of a pool's usual engine. Starts from a prior; a few observations leave it, a single one does not.
 
     Every observation must be of time that the engine spent on that work: the caller takes the queue out of it.
     Observations of no or negative time are ignored.
     """
 
-    def __init__(self, prior: Rates) -> None:
-        self.rates = prior
+    def __init__(self, prior: Rates | None = None) -> None:
+        self.rates = prior = prior or Rates()
         self._prefill = _Fit(
             (
                 prior.prefill_base,
@@ -127,7 +165,7 @@ class RateLearner:
 
     def observe_step(self, running: float, seconds: float) -> None:
         """Decode steps of about `running` sequences took `seconds` each."""
-        fitted = self._step.observe((1.0, running), seconds)
+        fitted = self._step.observe((1.0, float(running)), seconds)
         if fitted is not None:
             self.rates = replace(self.rates, step_base=fitted[0], step_sequence=fitted[1])
 
@@ -138,8 +176,79 @@ class RateLearner:
             self.rates = replace(self.rates, transfer_base=fitted[0], transfer_block=fitted[1])
 
 
+class Speed:
+    """One engine's rates: those of its pool, unless it proves to be clearly faster or slower at prefilling.
+
+    Engines that are alike share one `Rates`, so that chance differences between them decide nothing.
+    """
+
+    __slots__ = ("_factor", "_pool", "_ratios", "_scaled", "_scaled_from", "_until_judged")
+
+    def __init__(self, pool: RateLearner) -> None:
+        self._pool = pool
+        self._ratios: deque[float] = deque(maxlen=_JUDGED_BY)
+        self._until_judged = _JUDGED_BY
+        self._factor = 1.0
+        self._scaled = self._scaled_from = pool.rates
+
+    @property
+    def rates(self) -> Rates:
+        rates = self._pool.rates
+        if self._factor == 1.0:
+            return rates
+        if rates is not self._scaled_from:
+            self._scaled, self._scaled_from = _slower(rates, self._factor), rates
+        return self._scaled
+
+    def observe_prefill(self, work: PrefillWork, seconds: float) -> None:
+        """`work` took `seconds` here."""
+        expected = _seconds(self._pool.rates, work)
+        if seconds <= 0 or expected <= 0:
+            return
+        self._ratios.append(seconds / expected)
+        self._pool.observe_prefill(work, seconds / self._factor)
+        self._until_judged -= 1
+        if self._until_judged <= 0:
+            self._until_judged = _JUDGED_BY // 2
+            typical = median(self._ratios)
+            factor = typical if abs(math.log(typical)) > _CLEARLY else 1.0
+            if factor != self._factor:
+                self._factor, self._scaled_from = factor, self._pool.rates
+                self._scaled = _slower(self._scaled_from, factor)
+
+    def observe_step(self, running: float, seconds: float) -> None:
+        """Decode steps of about `running` sequences took `seconds` each."""
+        self._pool.observe_step(running, seconds)
+
+    def observe_transfer(self, blocks: int, seconds: float) -> None:
+        """Handing over `blocks` to this engine took `seconds`."""
+        self._pool.observe_transfer(blocks, seconds)
+
+
+def _slower(rates: Rates, factor: float) -> Rates:
+    return replace(
+        rates,
+        prefill_base=rates.prefill_base * factor,
+        prefill_token=rates.prefill_token * factor,
+        prefill_square=rates.prefill_square * factor,
+        prefill_context=rates.prefill_context * factor,
+    )
+
+
 PrefillWork = tuple[float, float, float, float, float, float]
 """Sums over requests: 1, new tokens, half their square, new times cached tokens, blocks loaded from CPU, from SSD."""
+
+
+def _seconds(rates: Rates, work: PrefillWork) -> float:
+    requests, new, squares, contexts, cpu, ssd = work
+    return (
+        requests * rates.prefill_base
+        + new * rates.prefill_token
+        + squares * rates.prefill_square
+        + contexts * rates.prefill_context
+        + cpu * rates.cpu_block
+        + ssd * rates.ssd_block
+    )
 
 
 def prefill_work(new: int, cached: int, cpu: int = 0, ssd: int = 0) -> PrefillWork:

@@ -6,6 +6,7 @@ import pytest
 
 from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Rates
+from vllm_pd.routing.rates import RateLearner
 from vllm_pd.state.base import PoolId, Role, WorkerId
 from vllm_pd.state.block_index import Holder
 
@@ -15,7 +16,7 @@ ASK = Ask(100, 16)
 
 @pytest.fixture
 def ledger() -> EngineLedger:
-    return EngineLedger(Holder(WorkerId("a")), PoolId("p"), Role.BOTH, prior=RATES)
+    return EngineLedger(Holder(WorkerId("a")), PoolId("p"), Role.BOTH, learner=RateLearner(RATES))
 
 
 def begin(ledger: EngineLedger, name: str, now: float, *, silent: bool = True) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_pd.routing.model import NO_OVERLAP, Ask, Candidate, Overlaps
+from vllm_pd.routing.model import NO_OVERLAP, Ask, Candidate, Overlaps, Rates
 from vllm_pd.routing.predict import predict
 
 
@@ -25,21 +25,31 @@ class Predicted:
     """How much a second of stall of one decoding sequence counts against a second of one's own waiting."""
 
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:
-        tokens = ask.tokens
-        most = (tokens - 1) // ask.block_size if tokens else 0
-        size, weight, disturbance = ask.block_size, 1.0 + self.work, self.disturbance
+        tokens, size, most = ask.tokens, ask.block_size, ask.most_cached
+        weight, disturbance = 1.0 + self.work, self.disturbance
         held = overlaps.get
+        rates: Rates | None = None
+        nothing_cached = 0.0
         found: list[float] = []
         for candidate in candidates:
-            rates = candidate.rates
+            theirs = candidate.rates
+            if theirs is not rates:
+                # Mostly one object for all of a pool.
+                rates, nothing_cached = theirs, theirs.prefill(tokens, 0)
             overlap = held(candidate.holder)
             if overlap is None:
-                work = rates.prefill_base + tokens * rates.prefill_token + tokens * tokens * 0.5 * rates.prefill_square
+                blocks, work = 0, nothing_cached
             else:
-                cached = min(overlap.gpu + overlap.cpu + overlap.ssd, most) * size
+                blocks = overlap.gpu + overlap.cpu + overlap.ssd
+                cached = min(blocks, most) * size
                 work = rates.prefill(tokens - cached, cached)
                 if overlap.cpu or overlap.ssd:
                     work += rates.load(overlap)
+            if candidate.promised:
+                more = candidate.promised_after(blocks, ask)
+                if more:
+                    cached = min(blocks + more, most) * size
+                    work = rates.prefill(tokens - cached, cached) + rates.load(overlap or NO_OVERLAP)
             queue = candidate.free_at - now
             if queue < candidate.least_wait:
                 queue = candidate.least_wait
