@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_pd import __version__, layered, serve_flags
-from vllm_pd.errors import PDError, SettingsError
-from vllm_pd.settings import WorkerSettings, load_worker_settings
+from vllm_pd import __version__, serve_flags, store_cli
+from vllm_pd.console import add_store_flags, print_table, store_settings
+from vllm_pd.errors import PDError
+from vllm_pd.settings import load_worker_settings
 from vllm_pd.sim import cli as sim_cli
 from vllm_pd.sim import mock_cli
 
 EXAMPLES = """examples:
   vllm-pd config --role prefill --pd-cpu-gib 8        what that worker would run with, and where each value comes from
   VLLM_PD_STORE=redis://host:6379 vllm-pd workers     who is registered, in what role and with what load
+  vllm-pd store check                                 whether the index of KV blocks is what the workers say they hold
 """
 
 
@@ -48,14 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     config.set_defaults(run=_config)
 
     workers = commands.add_parser("workers", help="list the workers registered in the store")
-    for name in ("store", "namespace"):
-        spec = layered.settings_of(WorkerSettings)[name]
-        workers.add_argument(
-            f"--{name}", dest=serve_flags.dest(name), metavar=name.upper(), help=f"{spec.help} (or {spec.env})"
-        )
+    add_store_flags(workers)
     workers.add_argument("--json", action="store_true", help="print one JSON array")
     workers.set_defaults(run=_workers)
 
+    store_cli.add_parser(commands)
     sim_cli.add_parser(commands)
     mock_cli.add_parser(commands)
     return parser
@@ -73,17 +71,14 @@ def _config(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}))
         return 0
-    _print_table(("setting", "value", "from"), rows)
+    print_table(("setting", "value", "from"), rows)
     return 0
 
 
 def _workers(args: argparse.Namespace) -> int:
     from vllm_pd.state import open_registry
 
-    request = serve_flags.read_request(args, os.environ)
-    settings = request.settings()
-    if not settings.store:
-        raise SettingsError("No store is given; add --store redis://HOST:PORT or set VLLM_PD_STORE.")
+    settings = store_settings(args)
 
     async def read() -> Any:
         registry = open_registry(settings.store, settings.namespace)
@@ -114,7 +109,7 @@ def _workers(args: argparse.Namespace) -> int:
             )
         )
         return 0 if snapshot.workers else 1
-    _print_table(
+    print_table(
         ("worker", "role", "url", "models", "running", "waiting", "KV used", "lease left"),
         [
             (
@@ -134,12 +129,6 @@ def _workers(args: argparse.Namespace) -> int:
         print(f"No worker is registered in namespace {settings.namespace!r}.", file=sys.stderr)
         return 1
     return 0
-
-
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    for row in [head, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

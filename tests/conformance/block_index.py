@@ -114,7 +114,7 @@ async def held(index: BlockIndex, holder: Holder = HOLDER, epoch: Epoch = EPOCH)
     found = await index.held(POOL, holder, epoch)
     if found is None:
         return None
-    assert found.settled
+    assert found.stated_seq == found.seq
     blocks = unpacked(found.blocks)
     assert found.stated == digests(blocks)
     assert sum(map(len, found.blocks.values())) == KEY_BYTES * len(blocks)

@@ -93,9 +93,9 @@ class HeldBlocks:
     blocks: Mapping[int, Packed]
     """Tier bits (never 0) -> packed keys."""
     stated: Mapping[int, Digest] = field(default_factory=dict)
-    """Tier bits -> what the writer said, at change `seq`, that the cache holds."""
-    settled: bool = True
-    """Whether nothing was written while this was read."""
+    """Tier bits -> what the writer says that the cache holds as of change `stated_seq`."""
+    stated_seq: int = 0
+    """The newest change when reading ended: what changed since `seq` is in the stream."""
 
 
 class BlockWriter(Protocol):

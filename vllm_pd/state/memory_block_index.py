@@ -141,7 +141,7 @@ class MemoryBlockIndex:
                 lists.setdefault(bits, []).append(key)
             seq = cache.seq
         blocks = {bits: b"".join(keys) for bits, keys in lists.items()}
-        return HeldBlocks(epoch, seq, blocks, {bits: digest_of(packed) for bits, packed in blocks.items()})
+        return HeldBlocks(epoch, seq, blocks, {bits: digest_of(packed) for bits, packed in blocks.items()}, seq)
 
     async def stats(self, pool: PoolId) -> IndexStats:
         with self._store.lock:

@@ -113,8 +113,7 @@ class RedisBlockIndex:
             after = await self._cache(pool, name)
             if after is not None and after.generation == before.generation:
                 self._calls.report(bad)
-                settled = after.seq == before.seq
-                return HeldBlocks(epoch, before.seq, blocks, before.digests, settled)
+                return HeldBlocks(epoch, before.seq, blocks, after.digests, after.seq)
         raise StoreError(
             f"The blocks of {name} in the store {self._calls.address} were replaced {_ATTEMPTS} times while they were "
             "read; try again later."
