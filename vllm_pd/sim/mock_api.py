@@ -113,6 +113,9 @@ class MockApi:
         return app
 
     async def _close(self, _: web.Application) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._peers is not None:
             await self._peers.close()
 
@@ -201,7 +204,7 @@ class MockApi:
         except ValueError as e:
             return _error(400, str(e))
         if remote:
-            generation.on_fetched = lambda: self._later(self._peer(answer, "release"))
+            generation.on_fetched = lambda: self._later(lambda: self._peer(answer, "release"))
         first: float | None = None
         try:
             await generation.more()
@@ -269,10 +272,10 @@ class MockApi:
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
 
-    def _later(self, work: Awaitable[object], delay: float = 0.0) -> None:
+    def _later(self, work: Callable[[], Awaitable[object]], delay: float = 0.0) -> None:
         async def run() -> None:
             await asyncio.sleep(delay)
-            await work
+            await work()
 
         task = asyncio.create_task(run())
         self._tasks.add(task)
@@ -315,8 +318,9 @@ class MockApi:
         except SettingsError as e:
             return _error(400, str(e))
         reply = _faults_reply(worker)
-        # After the answer: this connection may be among those that are cut.
-        self._later(self._fail(worker), delay=0.05)
+        if worker.faults.die or worker.faults.refuse:
+            # After the answer: this connection may be among those that are cut.
+            self._later(lambda: self._fail(worker), delay=0.05)
         return reply
 
     async def _clear_faults(self, request: web.Request) -> web.Response:

@@ -119,8 +119,6 @@ class MockHost:
 
     async def _fail(self, worker: MockWorker) -> None:
         faults = worker.faults
-        if not faults.die and not faults.refuse:
-            return
         if faults.die:
             if len(self._by_port) == 1:
                 logger.warning("dying, as asked")

@@ -7,6 +7,7 @@ import random
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from vllm_pd.errors import PDError, SettingsError
 from vllm_pd.sim.timing import PrefillSample, StepSample
 
 REQUEST_TIMEOUT_S = 300
+_RUNNING = (1, 4, 16)
+_LONG_ANSWER = 48
 
 
 def read_samples(path: Path) -> tuple[list[PrefillSample], list[StepSample]]:
@@ -59,16 +62,19 @@ def measure(url: str, *, longest: int = 2048, seed: int = 0) -> tuple[list[Prefi
     def tokens(count: int) -> list[int]:
         return [chance.randrange(100, 1000) for _ in range(count)]
 
-    worker.first_token(tokens(longest // 2))
+    worker.ask(tokens(longest // 2))
     prefills: list[PrefillSample] = []
-    steps: list[StepSample] = []
     for part in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1):
         prompt = tokens(max(16, int(longest * part)))
         for _ in range(2):
-            first, later, cached = worker.first_token(prompt, output=16)
+            first, _, cached = worker.ask(prompt)
             prefills.append(PrefillSample(len(prompt) - cached, cached, first))
-            steps.append(StepSample(1, 0.0, later))
             prompt = prompt[: len(prompt) * 3 // 4] + tokens(len(prompt) // 4)
+    steps: list[StepSample] = []
+    for running in _RUNNING:
+        with ThreadPoolExecutor(running) as pool:
+            prompts = [tokens(16) for _ in range(running)]
+            steps += [StepSample(running, 0.0, later) for _, later, _ in pool.map(worker.ask_long, prompts)]
     return prefills, steps
 
 
@@ -83,7 +89,11 @@ class _Worker:
         except (ValueError, KeyError, IndexError, TypeError):
             raise PDError(f"{url}/v1/models does not list a model; is it an OpenAI-compatible worker?") from None
 
-    def first_token(self, prompt: list[int], output: int = 1) -> tuple[float, float, int]:
+    def ask_long(self, prompt: list[int]) -> tuple[float, float, int]:
+        """`ask` for an answer of some length."""
+        return self.ask(prompt, _LONG_ANSWER)
+
+    def ask(self, prompt: list[int], output: int = 1) -> tuple[float, float, int]:
         """Seconds to the first token, mean seconds between later ones, and cached tokens as the worker reports them
         (`--enable-prompt-tokens-details`; 0 when it does not)."""
         body: dict[str, Any] = {
