@@ -15,12 +15,17 @@ from msgspec import UNSET, UnsetType
 from vllm_pd.block_hash import BlockHasher, BlockKey, ExtraKeys, Lora, extra_keys
 from vllm_pd.router.conversation import PromptUnknown, Unknown
 from vllm_pd.router.decision import PromptKind
+from vllm_pd.router.hash_chain import MAX_BYTES, HashChain, Start
 from vllm_pd.router.prompt_tokenizer import PromptTokenizer
 from vllm_pd.router.request_fields import RequestFields
 from vllm_pd.state.base import PoolSpec
 
-CHEAP_BYTES = 4096
-"""A prompt of this many bytes of JSON is tokenized in about a millisecond."""
+SHORT_BYTES = 4096
+"""A text of this size is tokenized in about a millisecond by `tokenizers`, and"""
+FAST_CHARS = 16_384
+"""one of this length by fastokens."""
+LONG_BYTES = 200_000
+"""JSON of this size is too much to render at once, whatever is known of it."""
 
 _BYTES_PER_TOKEN = 4
 
@@ -43,56 +48,98 @@ class PromptBlocks:
     why_unknown: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt as it was read: token ids, or pieces of text."""
+
+    ids: list[int] | None
+    pieces: list[str]
+    add_special_tokens: bool = False
+
+
 class PromptHasher:
     """Hashes the prompts of one pool. May be called from several threads.
 
     Args:
         spec: the pool's.
         tokenizer: of its workers; None until it is known, then only prompts of token ids are hashed.
+        max_bytes: of what is kept of earlier prompts.
     """
 
-    def __init__(self, spec: PoolSpec, tokenizer: PromptTokenizer | None) -> None:
+    def __init__(self, spec: PoolSpec, tokenizer: PromptTokenizer | None, *, max_bytes: int = MAX_BYTES) -> None:
         self._tokenizer = tokenizer
+        self._read_last: tuple[RequestFields, _Prompt | PromptUnknown] | None = None
         try:
             self._hasher: BlockHasher | None = BlockHasher(spec.block_size, spec.hash_algo, spec.hash_seed)
         except ValueError:
             self._hasher = None
+        else:
+            self._chain = HashChain(self._hasher, max_bytes)
 
     def blocks(self, fields: RequestFields, kind: PromptKind, *, lora: Lora | None = None) -> PromptBlocks:
         """The blocks of a request's prompt. Never raises."""
+        last = self._read_last
         try:
             if self._hasher is None:
                 raise PromptUnknown(Unknown.HASH_ALGORITHM)
             extra = _extra(fields, lora)
-            ids = self._token_ids(fields, kind)
-            return PromptBlocks(len(ids), self._hasher.keys(ids, extra))
+            if last is not None and last[0] is fields:
+                self._read_last = None
+                if isinstance(last[1], PromptUnknown):
+                    raise last[1]
+                prompt = last[1]
+            else:
+                prompt = self._read(fields, kind)
+            if prompt.ids is not None:
+                return PromptBlocks(len(prompt.ids), self._hasher.keys(prompt.ids, extra))
+            return PromptBlocks(*self._chained(prompt, extra))
         except PromptUnknown as e:
             return PromptBlocks(estimated_tokens(fields), (), e.reason.value)
 
     def cheap(self, fields: RequestFields, kind: PromptKind) -> bool:
-        """Whether `blocks` takes less than about a millisecond; otherwise call it in a thread."""
-        raw = fields.messages if kind is PromptKind.CHAT else fields.prompt
-        return isinstance(raw, UnsetType) or memoryview(raw).nbytes <= CHEAP_BYTES
+        """Whether `blocks` takes less than about a millisecond; otherwise call it in a thread.
 
-    def _token_ids(self, fields: RequestFields, kind: PromptKind) -> list[int]:
+        What is found out here is kept for the call of `blocks` that follows.
+        """
+        raw = fields.messages if kind is PromptKind.CHAT else fields.prompt
+        size = 0 if isinstance(raw, UnsetType) else memoryview(raw).nbytes
+        if size <= SHORT_BYTES or size > LONG_BYTES or self._tokenizer is None or self._hasher is None:
+            return size <= LONG_BYTES
+        try:
+            prompt = self._read(fields, kind)
+        except PromptUnknown as e:
+            self._read_last = (fields, e)
+            return True
+        self._read_last = (fields, prompt)
+        limit = FAST_CHARS if self._tokenizer.encoder.fast else SHORT_BYTES
+        return self._tokenizer.segments.unknown_chars(prompt.pieces) <= limit
+
+    def _read(self, fields: RequestFields, kind: PromptKind) -> _Prompt:
         _refuse_what_changes_the_prompt(fields, kind)
         if kind is PromptKind.CHAT:
             if self._tokenizer is None:
                 raise PromptUnknown(Unknown.NO_TOKENIZER)
             text, special = self._tokenizer.render(fields), fields.add_special_tokens is True
-            return self._tokenizer.encode(text, add_special_tokens=special)
+            return _Prompt(None, self._tokenizer.segments.cut(text), special)
         if isinstance(fields.prompt, UnsetType):
             raise PromptUnknown(Unknown.NO_PROMPT)
         first = bytes(memoryview(fields.prompt)[:1])
         try:
             if first == b"[":
-                return _ids.decode(fields.prompt)
+                return _Prompt(_ids.decode(fields.prompt), [])
             text, special = _text.decode(fields.prompt), fields.add_special_tokens is not False
         except msgspec.DecodeError:
             raise PromptUnknown(Unknown.BATCH if first == b"[" else Unknown.UNREADABLE) from None
         if self._tokenizer is None:
             raise PromptUnknown(Unknown.NO_TOKENIZER)
-        return self._tokenizer.encode(text, add_special_tokens=special)
+        return _Prompt(None, self._tokenizer.segments.cut(text), special)
+
+    def _chained(self, prompt: _Prompt, extra: ExtraKeys | None) -> tuple[int, list[BlockKey]]:
+        assert self._tokenizer is not None
+        segments, pieces = self._tokenizer.segments, prompt.pieces
+        before, after = self._tokenizer.around(add_special_tokens=prompt.add_special_tokens)
+        start = Start(extra, before, self._tokenizer.encoder.generation)
+        return self._chain.keys(start, pieces, lambda index: segments.ids(pieces[index], first=not index), after)
 
 
 def estimated_tokens(fields: RequestFields) -> int:

@@ -17,24 +17,27 @@ from vllm_pd.router.conversation import (
     read_conversation,
     template_messages,
 )
+from vllm_pd.router.encoder import Encoder, TokenIds, load_fast
 from vllm_pd.router.request_fields import RequestFields
+from vllm_pd.router.token_segments import TokenSegments, find_separator
+from vllm_pd.router.tokenizer_proof import chats, differing, proof_texts
 from vllm_pd.state.base import TokenizerFiles
+
+_NO_IDS = TokenIds("I")
 
 
 class PromptTokenizer:
     """What turns a request of one model into token ids. Building one takes up to a second: do it off the event loop.
 
+    Args:
+        fast: use fastokens if it is installed and gives the same.
+
     Raises:
         ValueError: the tokenizer file is unusable.
     """
 
-    def __init__(self, files: TokenizerFiles) -> None:
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
-        except Exception as e:  # the Rust library raises bare Exception
-            raise ValueError(f"tokenizer.json cannot be loaded: {e}") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+    def __init__(self, files: TokenizerFiles, *, fast: bool = True) -> None:
+        self._tokenizer = _load(files)
         self._drops_unused_tools = files.drops_unused_tools
         self._defaults = _defaults(files.template_kwargs)
         tokens = files.special_tokens or special_tokens(files.tokenizer_config)
@@ -42,6 +45,9 @@ class PromptTokenizer:
         self._tool_template = self.template
         if files.tool_template:
             self._tool_template = _Template.of(files.tool_template, files.tool_content_format, tokens)
+        self.encoder = Encoder(self._tokenizer, load_fast(files.tokenizer_json) if fast else None)
+        self.segments = TokenSegments(self.encoder, self._separator())
+        self._added = self._added_around()
 
     def render(self, fields: RequestFields) -> str:
         """The text of a chat request's prompt.
@@ -75,9 +81,20 @@ class PromptTokenizer:
             raise PromptUnknown(Unknown.NO_TEMPLATE)
         return texts.pop()
 
+    def around(self, *, add_special_tokens: bool) -> tuple[bytes, TokenIds]:
+        """What the tokenizer puts in front of a text, as bytes of a `TokenIds`, and behind it.
+
+        Raises:
+            PromptUnknown: it does more than that to a text.
+        """
+        if not add_special_tokens:
+            return b"", _NO_IDS
+        if self._added is None:
+            raise PromptUnknown(Unknown.TOKENIZER)
+        return self._added
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids. About 0.25 ms per KB."""
-        # Of the library's calls only those for batches let other threads run.
+        """Token ids, nothing kept and nothing clever."""
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
@@ -85,6 +102,67 @@ class PromptTokenizer:
     def count(self, text: str, *, add_special_tokens: bool) -> int:
         """Number of tokens of `text`."""
         return len(self.encode(text, add_special_tokens=add_special_tokens))
+
+    def _separator(self) -> str | None:
+        """Where to cut chats, if that is known to change nothing."""
+        if self.template is None:
+            return None
+        messages = [{"role": role, "content": "x"} for role in ("user", "assistant") * 3]
+        form = self.template.forms[0]
+        try:
+            sample = self.template.jinja.render(template_messages(messages, form, developer=True))
+        except TemplateFailed:
+            return None
+        separator = find_separator(self._tokenizer.get_added_tokens_decoder().values(), sample)
+        if separator is None:
+            return None
+        segments = TokenSegments(self.encoder, separator)
+        texts = ["", *chats(self._tokenizer, separator)]
+
+        def cut(text: str) -> list[int]:
+            pieces = segments.cut(text)
+            return [id for index, piece in enumerate(pieces) for id in segments.ids(piece, first=not index)]
+
+        return separator if differing(texts, self.encoder.exact, cut) is None else None
+
+    def _added_around(self) -> tuple[bytes, TokenIds] | None:
+        encoded = self._tokenizer.encode("a", add_special_tokens=True)
+        ids, mask = encoded.ids, encoded.special_tokens_mask
+        inner = [index for index, special in enumerate(mask) if not special]
+        if not inner:
+            return None
+        before, after = ids[: inner[0]], ids[inner[-1] + 1 :]
+
+        def whole(text: str) -> list[int]:
+            return self.encode(text, add_special_tokens=True)
+
+        def put_together(text: str) -> list[int]:
+            return [*before, *self.encoder.exact(text), *after]
+
+        if differing(proof_texts(self._tokenizer)[:100], whole, put_together) is not None:
+            return None
+        return TokenIds("I", before).tobytes(), TokenIds("I", after)
+
+
+def _load(files: TokenizerFiles) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
+    except Exception as e:  # the Rust library raises bare Exception
+        raise ValueError(f"tokenizer.json cannot be loaded: {e}") from None
+    if getattr(tokenizer.model, "dropout", None):
+        raise ValueError("the tokenizer draws lots (BPE dropout)")
+    if b'"split_special_tokens"' in files.tokenizer_config and _config(files).get("split_special_tokens"):
+        raise ValueError("the tokenizer splits special tokens, which is not supported")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _config(files: TokenizerFiles) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(files.tokenizer_config, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
 
 
 class _Template:

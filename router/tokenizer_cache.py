@@ -9,11 +9,14 @@ from collections.abc import Callable
 from vllm_pd.errors import StoreError
 from vllm_pd.router.prompt_blocks import PromptHasher
 from vllm_pd.router.prompt_tokenizer import PromptTokenizer
-from vllm_pd.state.base import PoolId, PoolSpec, Registry
+from vllm_pd.state.base import PoolId, PoolSpec, Registry, TokenizerFiles
 
 RETRY_S = 10.0
 FETCH_DEADLINE_S = 15.0
 MAX_TOKENIZERS = 16
+
+_OVERRIDE = "override"
+"""Stands for the hash of the files that were given."""
 
 _log = logging.getLogger(__name__)
 
@@ -22,12 +25,16 @@ class TokenizerCache:
     """At most `MAX_TOKENIZERS` tokenizers by content hash, the one unused longest dropped first.
 
     Args:
-        registry: where to fetch from; None without a store, then every tokenizer is unknown.
+        registry: where to fetch from; None without a store, then every tokenizer but the override is unknown.
         clock: monotonic seconds.
+        override: files that stand for whatever workers publish, or do not publish.
     """
 
-    def __init__(self, registry: Registry | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, registry: Registry | None, clock: Callable[[], float], override: TokenizerFiles | None = None
+    ) -> None:
         self._registry = registry
+        self._override = override
         self._clock = clock
         self._ready: dict[str, PromptTokenizer] = {}
         self._retry_at: dict[str, float] = {}
@@ -41,7 +48,7 @@ class TokenizerCache:
             pool: the spec's id, which takes a while to compute.
             sha: of the tokenizer that its workers publish; "" when they publish none.
         """
-        tokenizer = self.get(pool, sha) if sha else None
+        tokenizer = self.get(pool, sha)
         known = self._hashers.get((spec, sha))
         if known is not None and known[0] is tokenizer:
             return known[1]
@@ -53,6 +60,7 @@ class TokenizerCache:
 
     def get(self, pool: PoolId, sha: str) -> PromptTokenizer | None:
         """The tokenizer if it is there; otherwise None, and it is fetched for later calls."""
+        sha = self._effective(sha)
         tokenizer = self._ready.pop(sha, None)
         if tokenizer is not None:
             self._ready[sha] = tokenizer
@@ -65,18 +73,25 @@ class TokenizerCache:
 
         Building one holds Python's lock for up to a second (the library does), so it is best done while workers join.
         """
+        sha = self._effective(sha)
         if sha not in self._ready and len(self._ready) + len(self._tasks) < MAX_TOKENIZERS:
             self._begin(pool, sha)
 
+    def _effective(self, sha: str) -> str:
+        return sha if self._override is None else _OVERRIDE
+
     def _begin(self, pool: PoolId, sha: str) -> None:
         due = self._clock() >= self._retry_at.get(sha, 0.0)
-        if sha and self._registry is not None and sha not in self._tasks and due:
-            self._tasks[sha] = asyncio.create_task(self._load(self._registry, pool, sha))
+        there = self._override is not None or self._registry is not None
+        if sha and there and sha not in self._tasks and due:
+            self._tasks[sha] = asyncio.create_task(self._load(pool, sha))
 
-    async def _load(self, registry: Registry, pool: PoolId, sha: str) -> None:
+    async def _load(self, pool: PoolId, sha: str) -> None:
         try:
-            async with asyncio.timeout(FETCH_DEADLINE_S):
-                files = await registry.get_tokenizer(pool, sha)
+            files = self._override
+            if files is None and self._registry is not None:
+                async with asyncio.timeout(FETCH_DEADLINE_S):
+                    files = await self._registry.get_tokenizer(pool, sha)
             if files is None:
                 raise ValueError("it is not in the store")
             self._ready[sha] = await asyncio.to_thread(PromptTokenizer, files)

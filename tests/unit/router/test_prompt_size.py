@@ -102,7 +102,7 @@ def test_chat_that_renders_in_another_way_is_of_unknown_length(
     assert chat(tokenizer, "hi", **extra) is None
 
 
-@pytest.mark.parametrize("content", [None, [{"type": "image_url"}], 7])
+@pytest.mark.parametrize("content", [[{"type": "image_url"}], 7])
 def test_content_that_is_no_plain_text_is_of_unknown_length(tokenizer: PromptTokenizer, content: Any) -> None:
     assert chat(tokenizer, content) is None
 
