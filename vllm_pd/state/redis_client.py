@@ -81,6 +81,10 @@ def after_failure(client: Any) -> None:
     """
     if isinstance(client, RedisCluster):
         client._initialize = True
+        # Not of the same node first each time: it may be the one that is silent.
+        nodes = client.nodes_manager.startup_nodes
+        first = next(iter(nodes))
+        nodes[first] = nodes.pop(first)
 
 
 def reason(error: Exception) -> str:
