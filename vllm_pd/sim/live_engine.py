@@ -32,12 +32,20 @@ class LiveEngine:
         engine: idle.
         speed: how many of its seconds pass in one.
         changed: told of changes of the cache: block -> tier bits.
+        loaded: told after every step, when the load may be another one.
     """
 
-    def __init__(self, engine: Engine, speed: float, changed: Callable[[Mapping[BlockKey, int]], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        speed: float,
+        changed: Callable[[Mapping[BlockKey, int]], None],
+        loaded: Callable[[], None],
+    ) -> None:
         self.engine = engine
         self._speed = speed
         self._changed = changed
+        self._loaded = loaded
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._step: Step | None = None
@@ -97,6 +105,7 @@ class LiveEngine:
         engine = self.engine
         each = engine.timing.decode(engine.kv_usage, engine.decoding)
         step = self._step = engine.begin(now, max(1, int(TICK_S * self._speed / each)))
+        self._loaded()
         if step is not None:
             self._wake_at(step.ends, self._end)
             return

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 ENGINE_VERSION = "mock"
 HELD_S = 30.0
 """How long blocks wait for a decode worker, in the engine's seconds; vLLM's NIXL connector has the same lease."""
-_LOAD_PERIOD_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +130,12 @@ class MockWorker:
         self.engine_id = str(uuid.uuid4())
         self.dead = False
         size = config.engine.block_size
-        self.live = LiveEngine(Engine(config.engine, config.timing), config.speed, self._changed)
+        self.live = LiveEngine(Engine(config.engine, config.timing), config.speed, self._changed, self._report)
         self._hasher = BlockHasher(size)
         self._events = BlockEvents(size)
         self._publisher = EventPublisher(context, seed=config.seed) if context is not None else None
         self._held: dict[str, tuple[Work, asyncio.TimerHandle]] = {}
         self._agent: Agent | None = None
-        self._reporting: asyncio.TimerHandle | None = None
 
     # Requests.
 
@@ -310,7 +308,6 @@ class MockWorker:
         engine = self.live.engine
         if self._agent is not None and not self.dead:
             self._agent.observe(0, engine.running, engine.waiting, engine.kv_usage)
-            self._reporting = asyncio.get_running_loop().call_later(_LOAD_PERIOD_S, self._report)
 
     # The end.
 
@@ -332,8 +329,6 @@ class MockWorker:
     def close(self) -> None:
         """Let go of everything else. Idempotent."""
         self.live.close()
-        if self._reporting is not None:
-            self._reporting.cancel()
         for _, timer in self._held.values():
             timer.cancel()
         self._held.clear()
