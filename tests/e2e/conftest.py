@@ -6,7 +6,7 @@ The model is the tiny random one in float32 (ties between its logits are then ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,14 +25,16 @@ WORKER_ARGS = (
 SETTINGS = {"VLLM_PD_CPU_GIB": "0.125", "VLLM_PD_LEASE_S": str(LEASE_S)}
 
 
-def tiny_cluster(model: Path, log_dir: Path, *, args: tuple[str, ...] = (), **workers: int) -> LocalCluster:
+def tiny_cluster(
+    model: Path, log_dir: Path, *, args: tuple[str, ...] = (), env: Mapping[str, str] | None = None, **workers: int
+) -> LocalCluster:
     """A cluster of these workers (`prefill=1, decode=1, ...`), not started."""
     return LocalCluster(
         model=model,
         block_size=BLOCK,
         kv_blocks=192,
         worker_args=(*WORKER_ARGS, *args),
-        env=SETTINGS,
+        env=SETTINGS | dict(env or {}),
         log_dir=log_dir,
         **workers,
     )
