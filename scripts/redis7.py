@@ -138,13 +138,13 @@ def _run(command: Sequence[str], cwd: Path) -> None:
         raise NoRedisError(f"{command[0]} failed: {words[-1].removeprefix('E: ') if words else done.returncode}")
 
 
-def main() -> int:
+def main(folder: Path = FOLDER) -> int:
     """Find or fetch; ends with 0 either way, since only some tests need it."""
     try:
-        binary = find()
+        binary = find(folder)
     except NoRedisError:
         try:
-            binary = fetch()
+            binary = fetch(folder)
         except NoRedisError as e:
             print(f"Redis 7 is not here: {e}. The tests on it will be skipped.")
             return 0

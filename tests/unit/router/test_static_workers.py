@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.unit.router.certificates import self_signed
+from tests.certificates import Authority
 from tests.unit.router.conftest import LONG, StartWorker, until
 from tests.unit.router.fake_worker import FakeWorker
 from vllm_pd.errors import SettingsError
@@ -134,9 +134,9 @@ async def test_worker_that_asks_for_a_key_is_probed_and_served_with_it(
 async def test_tls_worker_is_served_with_its_authority(
     start_router: StartRouter, start_worker: StartWorker, tmp_path: Path
 ) -> None:
-    pem, context = self_signed(tmp_path)
-    worker = await start_worker(tls=context)
-    router = await start_router((worker, Role.BOTH), worker_ca=str(pem))
+    authority = Authority(tmp_path)
+    worker = await start_worker(tls=authority.server_context(authority.issue("worker")))
+    router = await start_router((worker, Role.BOTH), worker_ca=str(authority.pem))
     await known(router, 1)
     assert (await post(router))[0] == 200
 
@@ -144,8 +144,8 @@ async def test_tls_worker_is_served_with_its_authority(
 async def test_tls_worker_with_an_unknown_certificate_is_refused_unless_told_otherwise(
     start_router: StartRouter, start_worker: StartWorker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, context = self_signed(tmp_path)
-    worker = await start_worker(tls=context)
+    authority = Authority(tmp_path)
+    worker = await start_worker(tls=authority.server_context(authority.issue("worker")))
     router = await start_router((worker, Role.BOTH))
     await until(lambda: "TLS certificate is not trusted" in caplog.text, "the log says why")
     assert router.directory.workers == []
