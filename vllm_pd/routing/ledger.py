@@ -52,6 +52,7 @@ class EngineLedger:
     """
 
     __slots__ = (
+        "__weakref__",
         "_busy_since",
         "_decoding",
         "_inflight_at_report",
@@ -82,6 +83,7 @@ class EngineLedger:
         "pool",
         "prefill_tokens",
         "promised",
+        "rates",
         "role",
         "running",
         "silent_until",
@@ -99,7 +101,10 @@ class EngineLedger:
         self.pool = pool
         self.role = role
         self.kv_blocks = kv_blocks
-        self._speed = Speed(learner or RateLearner())
+        learner = learner or RateLearner()
+        learner.follow(self)
+        self._speed = Speed(learner)
+        self.rates: Rates = self._speed.rates
         self._queue: dict[Hashable, _Request] = {}
         """Being prefilled here or waiting for it, oldest first."""
         self._remote: dict[Hashable, _Request] = {}
@@ -136,9 +141,9 @@ class EngineLedger:
         self.silent_until = inf
         """When `advance` has something to do."""
 
-    @property
-    def rates(self) -> Rates:
-        return self._speed.rates
+    def rates_changed(self) -> None:
+        """The pool's learner has new rates."""
+        self.rates = self._speed.rates
 
     def promised_after(self, held: int, ask: Ask) -> int:
         """Blocks of the prompt after the first `held` that requests in the queue compute.
@@ -341,6 +346,7 @@ class EngineLedger:
 
     def _refresh(self, now: float) -> None:
         """Bring the attributes that a choice reads up to date."""
+        self.rates = self._speed.rates
         left = self._others_left(now)
         self.least_wait = 0.0
         self.silent_until = inf

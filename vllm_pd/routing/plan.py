@@ -88,41 +88,64 @@ def plan(
         whole = pick(policy, ask, decoders)
         return Plan(whole, None, "no prefill worker", whole.best.ttft)
     elsewhere = replace(ask, session=None)
-    partners = _Partners(prefillers, lambda usable: pick(policy, elsewhere, usable))
-    ours = policy if isinstance(policy, Predicted) else None
-    legs = _DecodeLeg(ours or Predicted(), ask, overlaps, now, rule, partners)
-    decode = pick(legs if ours else policy, ask, decoders, legs.ttft)
+    weighing = policy if isinstance(policy, Predicted) else Predicted()
+    partners = _Partners(
+        prefillers,
+        lambda usable: pick(policy, elsewhere, usable),
+        lambda candidate: weighing.scores(elsewhere, [candidate], overlaps, now)[0],
+    )
+    leg = _DecodeLeg(weighing, ask, overlaps, now, rule, partners)
+    decode = pick(leg if weighing is policy else policy, ask, decoders, leg.ttft)
     decoder = decoders[decode.chosen]
-    reason = legs.whole(decoder)
-    return Plan(decode, None if reason else partners.of(decoder), reason or "split", decode.best.ttft)
+    partner = partners.of(decoder)
+    why_whole = leg.whole(decoder)
+    if why_whole or partner is None:
+        return Plan(decode, None, why_whole, decode.best.ttft)
+    return Plan(decode, partner.choice, "split", decode.best.ttft)
+
+
+@dataclass(frozen=True, slots=True)
+class _Partner:
+    """A prefill worker with what going there costs."""
+
+    choice: Choice
+    candidate: Candidate
+    cost: float
+    """In the terms of `predicted`, without the hand-over."""
 
 
 class _Partners:
     """The prefill worker for each decode worker: the same for all of a pool, but for the one that is itself chosen."""
 
-    def __init__(self, prefillers: Sequence[Candidate], pick: Callable[[Sequence[Candidate]], Choice]) -> None:
+    def __init__(
+        self,
+        prefillers: Sequence[Candidate],
+        pick: Callable[[Sequence[Candidate]], Choice],
+        cost: Callable[[Candidate], float],
+    ) -> None:
         self._prefillers = prefillers
         self._pick = pick
-        self._found: dict[tuple[PoolId, WorkerId | None], tuple[Choice, Candidate] | None] = {}
+        self._cost = cost
+        self._found: dict[tuple[PoolId, WorkerId | None], _Partner | None] = {}
 
-    def of(self, decoder: Candidate) -> Choice | None:
-        found = self.pair(decoder)
-        return found[0] if found is not None else None
-
-    def pair(self, decoder: Candidate) -> tuple[Choice, Candidate] | None:
-        """The choice with its candidate."""
+    def of(self, decoder: Candidate) -> _Partner | None:
         found = self._among(decoder.pool, None)
-        if found is not None and found[1].holder.worker == decoder.holder.worker:
+        if found is not None and found.candidate.holder.worker == decoder.holder.worker:
             return self._among(decoder.pool, decoder.holder.worker)
         return found
 
-    def _among(self, pool: PoolId, without: WorkerId | None) -> tuple[Choice, Candidate] | None:
+    def _among(self, pool: PoolId, without: WorkerId | None) -> _Partner | None:
         key = (pool, without)
-        if key not in self._found:
-            usable = [c for c in self._prefillers if c.pool == pool and c.holder.worker != without]
-            choice = self._pick(usable) if usable else None
-            self._found[key] = (choice, usable[choice.chosen]) if choice is not None else None
-        return self._found[key]
+        if key in self._found:
+            return self._found[key]
+        usable = [c for c in self._prefillers if c.pool == pool and c.holder.worker != without]
+        partner = None
+        if usable:
+            choice = self._pick(usable)
+            candidate = usable[choice.chosen]
+            partner = _Partner(choice, candidate, self._cost(candidate))
+        self._found[key] = partner
+        return partner
 
 
 class _DecodeLeg:
@@ -139,49 +162,58 @@ class _DecodeLeg:
         self._now = now
         self._rule = rule
         self._partners = partners
+        self._steps = ask.output_tokens or _USUAL_ANSWER
 
     def whole(self, decoder: Candidate) -> str:
         """Why the request would go whole to this decode worker; empty if it would be split."""
-        if self._partners.of(decoder) is None:
+        partner = self._partners.of(decoder)
+        if partner is None:
             return "no prefill worker"
         held = overlap_on(decoder, self._ask, self._overlaps).blocks
         new = self._ask.tokens - cached_tokens(self._ask, held)
         if new < self._ask.block_size or new <= self._rule.max_local_tokens:
             return "short"
-        if self._rule.by_time and sum(self._here(decoder).values()) <= sum(self._split(decoder).values()):
+        if self._rule.by_time and self._here(decoder) <= partner.cost + self._transfer(decoder):
             return "sooner whole"
         return ""
 
     def ttft(self, decoder: Candidate, overlap: Overlap) -> float:
         """Seconds to the first token by way of this decode worker."""
-        pair = self._partners.pair(decoder)
-        if pair is None or self.whole(decoder):
+        partner = self._partners.of(decoder)
+        if partner is None or self.whole(decoder):
             return predict(decoder, self._ask, overlap, self._now).ttft
-        return pair[0].best.ttft + self._transfer(decoder)
+        return partner.choice.best.ttft + self._transfer(decoder)
 
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:
-        return [sum(self._terms(candidate).values()) for candidate in candidates]
+        found: list[float] = []
+        for decoder in candidates:
+            partner = self._partners.of(decoder)
+            if partner is None or self.whole(decoder):
+                seconds = self._here(decoder)
+            else:
+                seconds = partner.cost + self._transfer(decoder)
+            found.append(seconds + self._answer(decoder))
+        return found
 
     def parts(
         self, index: int, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float
     ) -> Mapping[str, float]:
-        return self._terms(candidates[index])
+        decoder = candidates[index]
+        partner = self._partners.of(decoder)
+        answer = {"answer": self._answer(decoder)}
+        if partner is None or self.whole(decoder):
+            return {**self._policy.parts(index, ask, candidates, overlaps, now), **answer}
+        there = self._policy.parts(0, ask, [partner.candidate], overlaps, now)
+        return {**there, "transfer": self._transfer(decoder), **answer}
 
-    def _terms(self, decoder: Candidate) -> dict[str, float]:
-        terms = self._here(decoder) if self.whole(decoder) else self._split(decoder)
-        steps = self._ask.output_tokens or _USUAL_ANSWER
-        terms["answer"] = steps * decoder.rates.step_sequence * decoder.inflight
-        return terms
-
-    def _here(self, decoder: Candidate) -> dict[str, float]:
-        return dict(self._policy.parts(0, self._ask, [decoder], self._overlaps, self._now))
-
-    def _split(self, decoder: Candidate) -> dict[str, float]:
-        pair = self._partners.pair(decoder)
-        assert pair is not None, "a split needs a prefill worker"
-        terms = dict(self._policy.parts(0, self._ask, [pair[1]], self._overlaps, self._now))
-        return {**terms, "transfer": self._transfer(decoder)}
+    def _here(self, decoder: Candidate) -> float:
+        return self._policy.scores(self._ask, [decoder], self._overlaps, self._now)[0]
 
     def _transfer(self, decoder: Candidate) -> float:
-        held = overlap_on(decoder, self._ask, self._overlaps).gpu
-        return decoder.rates.transfer(max(0, self._ask.blocks - held))
+        held = self._overlaps.get(decoder.holder)
+        blocks = self._ask.blocks
+        return decoder.rates.transfer(blocks if held is None else max(0, blocks - held.gpu))
+
+    def _answer(self, decoder: Candidate) -> float:
+        """By how much later the answer ends because others decode there."""
+        return self._steps * decoder.rates.step_sequence * decoder.inflight

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Protocol
+from weakref import WeakSet
 
 from vllm_pd.routing.model import Rates
 
@@ -35,8 +37,10 @@ _CLEARLY = 0.25
 class _Fit:
     """Non-negative coefficients of a linear law, from a window of observations. Errors count relatively."""
 
-    def __init__(self, prior: Sequence[float]) -> None:
+    def __init__(self, prior: Sequence[float], own_scale: Sequence[int] = ()) -> None:
+        """`own_scale`: the terms that are no slower because the others are."""
         self._prior = tuple(prior)
+        self._own_scale = frozenset(own_scale)
         self._seen: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_WINDOW)
         self._until_refit = 1
         self._fits = 0
@@ -60,20 +64,20 @@ class _Fit:
         expected = [sum(x * p for x, p in zip(features, prior, strict=True)) for features, _ in self._seen]
         ratios = [seconds / e for (_, seconds), e in zip(self._seen, expected, strict=True) if e > 0]
         scale = min(_MOST_SCALE, max(_LEAST_SCALE, median(ratios + [1.0] * _DOUBT)))
+        # The parts are relative to the scale, so they are carried over to a new one.
+        self._parts = [part * self._scale / scale for part in self._parts]
+        self._scale = scale
         rows = [[x * p * scale for x, p in zip(features, prior, strict=True)] for features, _ in self._seen]
-        # The parts are of the present scale: what the last fit found is no start if that has changed.
-        if not 0.5 < scale / self._scale < 2:
-            self._parts = [1.0] * len(prior)
-            self._scale = scale
         for _ in range(_PASSES if self._fits < _SETTLED else 1):
             self._parts = self._solve(rows)
         return tuple(part * p * scale for part, p in zip(self._parts, prior, strict=True))
 
     def _solve(self, rows: list[list[float]]) -> list[float]:
-        """One pass of reweighted least squares, drawn towards parts of 1, within the bounds."""
+        """One pass of reweighted least squares, drawn towards the prior, within the bounds."""
         terms = range(len(self._parts))
         matrix = [[0.0] * len(terms) for _ in terms]
-        right = [_TRUST_IN_SHAPE] * len(terms)
+        usual = [1.0 / self._scale if i in self._own_scale else 1.0 for i in terms]
+        right = [_TRUST_IN_SHAPE * part for part in usual]
         weight = 1.0
         for row, (_, seconds) in zip(reversed(rows), reversed(self._seen), strict=True):
             predicted = sum(part * x for part, x in zip(self._parts, row, strict=True))
@@ -91,7 +95,7 @@ class _Fit:
                         line[j] += wx * row[j]
         for i in terms:
             matrix[i][i] += _TRUST_IN_SHAPE
-        parts = [1.0] * len(terms)
+        parts = usual
         free = list(terms)
         while free:
             found = _solve_linear(
@@ -126,6 +130,12 @@ def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
     return right
 
 
+class Follower(Protocol):
+    """Somebody who keeps rates at hand and wants to hear of new ones."""
+
+    def rates_changed(self) -> None: ...
+
+
 class RateLearner:
     """The rates of a pool's usual engine. Starts from a prior; a few observations leave it, a single one does not.
 
@@ -134,7 +144,8 @@ class RateLearner:
     """
 
     def __init__(self, prior: Rates | None = None) -> None:
-        self.rates = prior = prior or Rates()
+        self._rates = prior = prior or Rates()
+        self._followers: WeakSet[Follower] = WeakSet()
         self._prefill = _Fit(
             (
                 prior.prefill_base,
@@ -143,10 +154,25 @@ class RateLearner:
                 prior.prefill_context,
                 prior.cpu_block,
                 prior.ssd_block,
-            )
+            ),
+            own_scale=(0, 4, 5),
         )
         self._step = _Fit((prior.step_base, prior.step_sequence))
         self._transfer = _Fit((prior.transfer_base, prior.transfer_block))
+
+    @property
+    def rates(self) -> Rates:
+        return self._rates
+
+    @rates.setter
+    def rates(self, rates: Rates) -> None:
+        self._rates = rates
+        for follower in self._followers:
+            follower.rates_changed()
+
+    def follow(self, follower: Follower) -> None:
+        """Tell it of new rates for as long as it lives."""
+        self._followers.add(follower)
 
     def observe_prefill(self, work: PrefillWork, seconds: float) -> None:
         """`work` took `seconds`."""
