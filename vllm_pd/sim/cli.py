@@ -191,7 +191,7 @@ def _timing(args: argparse.Namespace) -> TimingModel:
 def _cells(args: argparse.Namespace) -> list[ClusterConfig]:
     from vllm_pd.routing.policies import POLICIES
     from vllm_pd.sim.cluster import ClusterConfig
-    from vllm_pd.sim.engine import EngineConfig
+    from vllm_pd.sim.work import EngineConfig
 
     policies = list(POLICIES) if args.policies == "all" else [name.strip() for name in args.policies.split(",")]
     for name in policies:

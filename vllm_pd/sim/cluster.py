@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_pd.sim.engine import Engine, EngineConfig, Outcome, Step, Work
+from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.router import Placement, SimRouter
 from vllm_pd.sim.timing import TimingModel
 from vllm_pd.sim.trace import TraceRequest
+from vllm_pd.sim.work import EngineConfig, Outcome, Step, Work
 from vllm_pd.state.base import Role
 
 ITL_RESOLUTION = 1e-4

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from vllm_pd.block_hash import BlockKey
-from vllm_pd.sim.engine import Engine, Outcome, Step, Work
+from vllm_pd.sim.engine import Engine
+from vllm_pd.sim.work import Outcome, Step, Work
 
 TICK_S = 0.004
 """Steps shorter than this are taken several at a time: a loop cannot wake up for each."""

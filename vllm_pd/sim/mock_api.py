@@ -5,76 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from vllm_pd.block_hash import Lora
 from vllm_pd.errors import SettingsError
-from vllm_pd.router.conversation import PromptUnknown
-from vllm_pd.router.request_fields import RequestFields, read_fields
+from vllm_pd.sim.mock_answer import chunk, event, usage_of, whole_answer
 from vllm_pd.sim.mock_faults import Faults, faults_from_json
 from vllm_pd.sim.mock_metrics import metrics_page
+from vllm_pd.sim.mock_request import (
+    MockRequest,
+    Refused,
+    TokenizeOptions,
+    decode_fields,
+    prompt_ids,
+    read_request,
+)
 from vllm_pd.sim.mock_worker import ENGINE_VERSION, Generation, MockWorker
 
 MAX_BODY = 256 * 1024 * 1024
 _PEER_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 
 Find = Callable[[web.Request], MockWorker]
-
-
-class _Refused(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class _Options(msgspec.Struct):
-    """What a request says beyond the prompt."""
-
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-
-
-class _TokenizeOptions(msgspec.Struct):
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = False
-
-
-@dataclass(slots=True)
-class _Answer:
-    """A request that was read, and what its answer says of itself."""
-
-    id: str
-    chat: bool
-    model: str
-    ids: list[int]
-    lora: Lora | None
-    salt: str | None
-    output: int
-    finish_reason: str
-    options: _Options
-    created: int
-
-    @property
-    def transfer(self) -> dict[str, Any]:
-        return self.options.kv_transfer_params or {}
-
-    @property
-    def wants_usage(self) -> bool:
-        return bool((self.options.stream_options or {}).get("include_usage"))
 
 
 class MockApi:
@@ -154,10 +109,10 @@ class MockApi:
         worker = self._find(request)
         try:
             body = await request.read()
-            fields, options = _fields(body), msgspec.json.decode(body, type=_TokenizeOptions)
-            ids = _prompt_ids(worker, fields, chat=fields.messages is not msgspec.UNSET)
-        except (_Refused, msgspec.DecodeError) as e:
-            return _error(e.status if isinstance(e, _Refused) else 400, str(e))
+            fields, options = decode_fields(body), msgspec.json.decode(body, type=TokenizeOptions)
+            ids = prompt_ids(worker, fields, chat=fields.messages is not msgspec.UNSET)
+        except (Refused, msgspec.DecodeError) as e:
+            return _error(e.status if isinstance(e, Refused) else 400, str(e))
         texts = [worker.tokenizer.decode([i]) for i in ids] if options.return_token_strs else None
         return web.json_response(
             {"count": len(ids), "max_model_len": worker.config.max_model_len, "tokens": ids, "token_strs": texts}
@@ -191,8 +146,8 @@ class MockApi:
             retry = {"Retry-After": "1"} if faults.status in (429, 503) else {}
             return _error(faults.status, "a fault of the mock worker", retry)
         try:
-            answer = _read(worker, body, chat, request.headers.get("X-Request-Id"))
-        except _Refused as e:
+            answer = read_request(worker, body, chat, request.headers.get("X-Request-Id"))
+        except Refused as e:
             return _error(e.status, str(e))
         began = time.perf_counter()
         remote = bool(answer.transfer.get("do_remote_prefill")) and await self._peer(answer, "fetch")
@@ -213,17 +168,17 @@ class MockApi:
                 return await self._stream(request, worker, answer, generation, faults)
             while not generation.finished:
                 await generation.more()
-            return web.json_response(_whole(worker, answer, generation, faults))
+            return web.json_response(whole_answer(worker, answer, generation, faults))
         finally:
             worker.end(generation, first)
 
     async def _stream(
-        self, request: web.Request, worker: MockWorker, answer: _Answer, generation: Generation, faults: Faults
+        self, request: web.Request, worker: MockWorker, answer: MockRequest, generation: Generation, faults: Faults
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         if answer.chat:
-            await response.write(_event(_chunk(answer, {"role": "assistant", "content": ""}, None)))
+            await response.write(event(chunk(answer, {"role": "assistant", "content": ""}, None)))
         sent = 0
         limits = [limit for limit in (faults.stall_after, faults.cut_after) if limit is not None]
         while sent < answer.output:
@@ -240,17 +195,17 @@ class MockApi:
             sent = end
             reason = answer.finish_reason if sent == answer.output else None
             delta: Any = {"content": text} if answer.chat else text
-            await response.write(_event(_chunk(answer, delta, reason)))
+            await response.write(event(chunk(answer, delta, reason)))
         if answer.wants_usage:
-            usage = {**_chunk(answer, None, None), "choices": [], "usage": _usage(worker, answer, generation)}
-            await response.write(_event(usage))
+            usage = {**chunk(answer, None, None), "choices": [], "usage": usage_of(answer, generation)}
+            await response.write(event(usage))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
     # KV from another worker.
 
-    async def _peer(self, answer: _Answer, action: str) -> bool:
+    async def _peer(self, answer: MockRequest, action: str) -> bool:
         """Ask the worker that prefilled; False when it does not have the blocks (any more), or does not answer."""
         transfer = answer.transfer
         try:
@@ -329,71 +284,6 @@ class MockApi:
         return _faults_reply(worker)
 
 
-def _read(worker: MockWorker, body: bytes, chat: bool, request_id: str | None) -> _Answer:
-    fields = _fields(body)
-    try:
-        options = msgspec.json.decode(body, type=_Options)
-    except msgspec.DecodeError as e:
-        raise _Refused(400, str(e)) from None
-    config = worker.config
-    model = fields.model or config.model
-    lora = next((lora for lora in config.loras if lora.name == model), None)
-    if lora is None and model != config.model:
-        raise _Refused(404, f"The model `{model}` does not exist.")
-    if (fields.n or 1) != 1:
-        raise _Refused(400, "A mock worker gives one answer to a request (n=1).")
-    ids = _prompt_ids(worker, fields, chat=chat)
-    wanted = options.max_completion_tokens or options.max_tokens
-    room = min(config.max_model_len, config.engine.gpu_blocks * config.engine.block_size) - len(ids)
-    if room < max(1, wanted or 1):
-        raise _Refused(
-            400,
-            f"This model's maximum context length is {config.max_model_len} tokens. However, you requested "
-            f"{wanted or 1} output tokens and your prompt contains {len(ids)} input tokens.",
-        )
-    limit = wanted or room
-    output = limit if options.ignore_eos else min(limit, max(config.output_tokens, options.min_tokens))
-    prefix = "chatcmpl" if chat else "cmpl"
-    return _Answer(
-        id=f"{prefix}-{request_id or uuid.uuid4().hex}",
-        chat=chat,
-        model=model,
-        ids=ids,
-        lora=lora,
-        salt=fields.cache_salt,
-        output=output,
-        finish_reason="length" if output == limit else "stop",
-        options=options,
-        created=int(time.time()),
-    )
-
-
-def _fields(body: bytes) -> RequestFields:
-    fields = read_fields(body)
-    if fields is None:
-        raise _Refused(400, "The body must be a JSON object with fields of the right types.")
-    return fields
-
-
-def _prompt_ids(worker: MockWorker, fields: RequestFields, *, chat: bool) -> list[int]:
-    tokenizer = worker.tokenizer.prompts
-    if chat:
-        if fields.messages is msgspec.UNSET:
-            raise _Refused(400, "messages is required")
-        try:
-            return tokenizer.encode(tokenizer.render(fields), add_special_tokens=bool(fields.add_special_tokens))
-        except PromptUnknown as e:
-            raise _Refused(400, f"A mock worker cannot render this chat: {e.reason}.") from None
-    if fields.prompt is msgspec.UNSET:
-        raise _Refused(400, "prompt is required")
-    prompt = json.loads(bytes(fields.prompt))
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt, add_special_tokens=fields.add_special_tokens is not False)
-    if not prompt or not isinstance(prompt, list) or not all(isinstance(i, int) and i >= 0 for i in prompt):
-        raise _Refused(400, "A mock worker takes one prompt a request: a text, or a list of token ids.")
-    return prompt
-
-
 def _due_faults(worker: MockWorker) -> Faults:
     """The faults for one request; counts it."""
     faults = worker.faults
@@ -402,70 +292,6 @@ def _due_faults(worker: MockWorker) -> Faults:
     elif faults.times > 1:
         worker.faults = msgspec.structs.replace(faults, times=faults.times - 1)
     return faults
-
-
-def _whole(worker: MockWorker, answer: _Answer, generation: Generation, faults: Faults) -> dict[str, Any]:
-    text = worker.tokenizer.answer_text(0, answer.output)
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": answer.finish_reason, "stop_reason": None}
-    if answer.chat:
-        choice["message"] = {"role": "assistant", "content": text}
-    else:
-        choice["text"] = text
-    value: dict[str, Any] = {
-        "id": answer.id,
-        "object": "chat.completion" if answer.chat else "text_completion",
-        "created": answer.created,
-        "model": answer.model,
-        "choices": [choice],
-        "usage": _usage(worker, answer, generation),
-        "kv_transfer_params": None,
-    }
-    if answer.transfer.get("do_remote_decode"):
-        value["kv_transfer_params"] = _spoil(worker, answer, worker.hold(answer.id, generation), faults)
-        if faults.wrong_prefill == "missing":
-            del value["kv_transfer_params"]
-    return value
-
-
-def _spoil(worker: MockWorker, answer: _Answer, params: Mapping[str, Any], faults: Faults) -> dict[str, Any] | None:
-    """Transfer parameters as the faults want them."""
-    if faults.wrong_prefill is None:
-        return dict(params)
-    worker.release(answer.id)
-    if faults.wrong_prefill == "garbage":
-        return {"do_remote_prefill": True, "remote_block_ids": "none", "remote_port": -1}
-    return dict(params) if faults.wrong_prefill == "gone" else None
-
-
-def _usage(worker: MockWorker, answer: _Answer, generation: Generation) -> dict[str, Any]:
-    assert generation.work is not None
-    return {
-        "prompt_tokens": len(answer.ids),
-        "completion_tokens": generation.generated,
-        "total_tokens": len(answer.ids) + generation.generated,
-        "prompt_tokens_details": {"cached_tokens": generation.work.cached},
-    }
-
-
-def _chunk(answer: _Answer, content: Any, finish_reason: str | None) -> dict[str, Any]:
-    return {
-        "id": answer.id,
-        "object": "chat.completion.chunk" if answer.chat else "text_completion",
-        "created": answer.created,
-        "model": answer.model,
-        "choices": [
-            {
-                "index": 0,
-                "delta" if answer.chat else "text": content,
-                "logprobs": None,
-                "finish_reason": finish_reason,
-            }
-        ],
-    }
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:

@@ -122,12 +122,12 @@ def run(args: argparse.Namespace) -> int:
 async def _serve(args: argparse.Namespace) -> None:
     from vllm_pd.block_hash import Lora
     from vllm_pd.settings import DEFAULT_LEASE_S
-    from vllm_pd.sim.engine import EngineConfig
     from vllm_pd.sim.mock_faults import faults_from_flags
     from vllm_pd.sim.mock_host import MockHost
     from vllm_pd.sim.mock_tokenizer import MockTokenizer
     from vllm_pd.sim.mock_worker import MockConfig
     from vllm_pd.sim.timing import TimingModel
+    from vllm_pd.sim.work import EngineConfig
 
     for name in (
         "count",

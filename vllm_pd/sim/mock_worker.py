@@ -18,12 +18,13 @@ from vllm_pd.agent.spec import AgentSpec
 from vllm_pd.block_hash import BlockHash, BlockHasher, Lora, extra_keys
 from vllm_pd.errors import StoreError
 from vllm_pd.settings import DEFAULT_LEASE_S
-from vllm_pd.sim.engine import Engine, EngineConfig, Work
+from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.live_engine import LiveEngine
 from vllm_pd.sim.mock_events import BlockContent, BlockEvents, EventPublisher
 from vllm_pd.sim.mock_faults import Faults
 from vllm_pd.sim.mock_tokenizer import MockTokenizer
 from vllm_pd.sim.timing import TimingModel
+from vllm_pd.sim.work import EngineConfig, Work
 from vllm_pd.state import open_block_index, open_registry
 from vllm_pd.state.base import Epoch, PoolSpec, Role, WorkerId, WorkerRecord
 from vllm_pd.state.block_index import BlockIndex

@@ -14,8 +14,8 @@ from vllm_pd.routing.plan import plan
 from vllm_pd.routing.policies.base import Policy
 from vllm_pd.routing.prefix_index import PrefixIndex
 from vllm_pd.routing.rates import RateLearner
-from vllm_pd.sim.engine import EngineConfig
 from vllm_pd.sim.trace import TraceRequest
+from vllm_pd.sim.work import EngineConfig
 from vllm_pd.state.base import PoolId, Role, WorkerId
 from vllm_pd.state.block_index import Holder
 

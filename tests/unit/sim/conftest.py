@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 
 from vllm_pd.graph.embedded_store import EmbeddedStore
-from vllm_pd.sim.engine import EngineConfig
 from vllm_pd.sim.mock_host import MockHost
 from vllm_pd.sim.mock_tokenizer import MockTokenizer
 from vllm_pd.sim.mock_worker import MockConfig, MockWorker
+from vllm_pd.sim.work import EngineConfig
 from vllm_pd.state.base import Role
 
 WAIT_S = 20.0

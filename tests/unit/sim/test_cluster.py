@@ -8,10 +8,10 @@ import pytest
 
 from vllm_pd.routing.policies import POLICIES
 from vllm_pd.sim.cluster import Cluster, ClusterConfig, Run
-from vllm_pd.sim.engine import EngineConfig
 from vllm_pd.sim.report import percentile, summarize, table
 from vllm_pd.sim.timing import TimingModel
 from vllm_pd.sim.trace import TraceRequest, made_key, make_trace
+from vllm_pd.sim.work import EngineConfig
 
 TRACE = make_trace(sessions=60, turns=5, rate=3.0, seed=1)
 

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from vllm_pd.sim.engine import Engine, EngineConfig, Outcome, Work
+from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.timing import TimingModel
 from vllm_pd.sim.trace import made_key
+from vllm_pd.sim.work import EngineConfig, Outcome, Work
 from vllm_pd.state.block_index import Tier
 
 TIMING = TimingModel()

@@ -13,11 +13,11 @@ from vllm_pd.block_hash import KEY_BYTES, Lora
 from vllm_pd.router.decision import PromptKind
 from vllm_pd.router.prompt_blocks import PromptHasher
 from vllm_pd.router.request_fields import read_fields
-from vllm_pd.sim.engine import EngineConfig
 from vllm_pd.sim.mock_tokenizer import MockTokenizer
 from vllm_pd.sim.mock_worker import MockWorker
 from vllm_pd.sim.samples import measure
 from vllm_pd.sim.timing import fit
+from vllm_pd.sim.work import EngineConfig
 from vllm_pd.state import open_block_index, open_registry
 from vllm_pd.state.base import PoolSpec, Registry, Role, WorkerRecord, WorkerState
 from vllm_pd.state.block_index import BlockIndex, Holder, Tier
