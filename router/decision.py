@@ -7,13 +7,14 @@ goes whole to a decode worker; each bypass has a name that metrics and debug log
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from vllm_pd.router.request_fields import RequestFields
 
+_LONGEST_ID = 32
+"""Bytes of JSON for a token id with white space around it; a list that takes more is not looked at."""
 _FIRST_ITEM = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
@@ -42,18 +43,10 @@ class Reason(StrEnum):
     EMBEDS = "prompt_embeds"
     TRUNCATION = "truncation"
     SHORT = "short_prompt"
+    CACHED = "little_uncached"
+    SOONER_WHOLE = "sooner_whole"
     NO_PREFILL = "no_prefill_worker"
     NO_TRANSFER = "no_transfer"
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterFacts:
-    """What the chosen workers can do."""
-
-    prefill_alive: bool
-    """A worker of the decode worker's pool, other than it, can prefill."""
-    can_transfer: bool
-    """Both can hand KV over."""
 
 
 def bypass_by_request(fields: RequestFields | None, kind: PromptKind | None) -> Reason | None:
@@ -106,15 +99,12 @@ def _bypass_by_prompt(fields: RequestFields) -> Reason | None:
     return Reason.BATCH if first[1] in (b'"', b"[") else None
 
 
-def bypass_by_cluster(facts: ClusterFacts) -> Reason | None:
-    """What the cluster lacks for a split, or None."""
-    if not facts.prefill_alive:
-        return Reason.NO_PREFILL
-    if not facts.can_transfer:
-        return Reason.NO_TRANSFER
-    return None
-
-
-def bypass_by_length(prompt_tokens: int | None, block_size: int) -> Reason | None:
-    """A prompt known to be under one block has no full block to hand over. Unknown (None) counts as long."""
-    return Reason.SHORT if prompt_tokens is not None and prompt_tokens < block_size else None
+def surely_short(fields: RequestFields, kind: PromptKind, block_size: int) -> bool:
+    """Whether a completion's prompt is under one block whatever the tokenizer: by its bytes, or by its token ids."""
+    if kind is not PromptKind.COMPLETION or isinstance(fields.prompt, UnsetType):
+        return False
+    prompt = memoryview(fields.prompt)
+    if bytes(prompt[:1]) == b"[":
+        return prompt.nbytes <= block_size * _LONGEST_ID and bytes(prompt).count(b",") + 1 < block_size
+    # The quotes stand for what a tokenizer adds at most: a start token, and a space in front.
+    return prompt.nbytes < block_size

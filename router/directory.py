@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm_pd.router.selection import pick_pair
 from vllm_pd.router.worker import Source, Worker
+from vllm_pd.routing.rates import RateLearner
 from vllm_pd.state.base import PoolId, Role, WorkerId, WorkerState
 
 LAST_RESORT_S = 60.0
@@ -46,19 +45,21 @@ class Directory:
 
     Args:
         clock: monotonic seconds.
+        router: id under which this router publishes its own work.
     """
 
-    def __init__(self, clock: Callable[[], float], *, store_configured: bool) -> None:
+    def __init__(self, clock: Callable[[], float], *, store_configured: bool, router: str = "") -> None:
         self.store = StoreStatus(store_configured)
         self.generation = 0
         """Grows when a worker joins, leaves or starts anew."""
         self._clock = clock
+        self._router = router
         self._workers: dict[WorkerId, Worker] = {}
         self._pools: dict[PoolId, tuple[Worker, ...]] = {}
         self._keep_until: dict[WorkerId, float] = {}
         self._departed: dict[WorkerId, tuple[Worker, float]] = {}
         """Workers that decode and are gone from the store, each with the time when that was seen."""
-        self._picks = 0
+        self._learners: dict[PoolId, RateLearner] = {}
 
     # What requests read.
 
@@ -107,7 +108,7 @@ class Directory:
         if not self.store.up:
             # Nobody can come back to a store that is away: those that left just before may be well.
             alive += [worker for worker, _ in self._departed.values()]
-        if pick_pair(alive) is not None:
+        if any(worker.role.decodes for worker in alive):
             return ""
         paused = [worker.id for worker in self._workers.values() if worker.role.decodes]
         if paused:
@@ -122,17 +123,6 @@ class Directory:
         if self.store.configured and not self.store.up:
             return f"No worker is known and the store does not answer ({self.store.problem or 'not asked yet'})."
         return "No worker is alive; start one with `vllm serve MODEL --kv-connector pd --role both --pd-store URL`."
-
-    @contextmanager
-    def using(self, worker: Worker) -> Iterator[None]:
-        """Count a request of this router on `worker` for the time of the block, however it ends."""
-        self._picks += 1
-        worker.last_pick = self._picks
-        worker.inflight += 1
-        try:
-            yield
-        finally:
-            worker.inflight -= 1
 
     def note_failure(self, worker: Worker, cause: str) -> None:
         """`worker` took no connection. One that had left is forgotten."""
@@ -173,7 +163,7 @@ class Directory:
                 self.generation += 1
                 _log.info("worker %s is back", key)
             if known is None:
-                self._workers[key] = Worker(state, source, now)
+                self._workers[key] = Worker(state, source, self._learner(state.record.pool.id), self._router, now)
                 self.generation += 1
                 _log.info("worker %s joined: %s of %s", key, state.record.role, state.record.pool.model)
             elif known.source is source or source is Source.STORE:
@@ -199,11 +189,16 @@ class Directory:
             self._departed[worker.id] = (worker, self._clock())
         _log.info("worker %s left", worker.id)
 
+    def _learner(self, pool: PoolId) -> RateLearner:
+        """Workers of a pool are alike: a new one starts from what the others have shown."""
+        return self._learners.setdefault(pool, RateLearner())
+
     def _index(self) -> None:
         pools: defaultdict[PoolId, list[Worker]] = defaultdict(list)
         for key in sorted(self._workers):
             pools[self._workers[key].pool].append(self._workers[key])
         self._pools = {pool: tuple(workers) for pool, workers in pools.items()}
+        self._learners = {pool: learner for pool, learner in self._learners.items() if pool in pools}
 
     def store_up(self) -> bool:
         """The store answered. Returns whether it had not before."""

@@ -11,11 +11,15 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.router.decision import PromptKind
+from vllm_pd.router import explain_endpoint
+from vllm_pd.router.call import CHAT, COMPLETION, CallReader, Endpoint
 from vllm_pd.router.directory import Directory
+from vllm_pd.router.explain_endpoint import ExplainEndpoint
 from vllm_pd.router.headers import to_worker
 from vllm_pd.router.metrics import CLIENT_GONE, RouterMetrics
-from vllm_pd.router.proxy import Endpoint, Proxy
+from vllm_pd.router.placement import Placer
+from vllm_pd.router.proxy import Proxy
+from vllm_pd.router.readiness import Readiness
 from vllm_pd.router.replies import send_error, send_json
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import (
@@ -33,8 +37,8 @@ MODELS_DEADLINE_S = 2.0
 MAX_MODELS_ANSWER = 16 * 1024 * 1024
 
 INFERENCE = (
-    Endpoint("/v1/chat/completions", PromptKind.CHAT),
-    Endpoint("/v1/completions", PromptKind.COMPLETION),
+    CHAT,
+    COMPLETION,
     Endpoint("/v1/responses"),
     Endpoint("/v1/messages"),
     Endpoint("/v1/messages/count_tokens"),
@@ -76,6 +80,9 @@ class Endpoints:
         directory: Directory,
         upstream: Upstream,
         proxy: Proxy,
+        calls: CallReader,
+        placer: Placer,
+        readiness: Readiness,
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
@@ -83,11 +90,14 @@ class Endpoints:
         self._directory = directory
         self._upstream = upstream
         self._proxy = proxy
+        self._readiness = readiness
         self._metrics = metrics
         self._clock = clock
         self._api_key = settings.api_key.encode()
         self._inference = {endpoint.path: endpoint for endpoint in INFERENCE}
+        self._explain = ExplainEndpoint(calls, placer, self._inference)
         self._own: dict[str, _Own] = {
+            explain_endpoint.PATH: self._explain.serve,
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._metrics_page,
@@ -132,8 +142,8 @@ class Endpoints:
         if own is None:
             paths = ", ".join(sorted([*self._inference, *self._own]))
             await send_error(reply, 404, f"The router has no path {path}; it has {paths}.")
-        elif method not in ("GET", "HEAD"):
-            await _wrong_method(reply, path, "GET")
+        elif (right := "POST" if path == explain_endpoint.PATH else "GET") != method.replace("HEAD", "GET"):
+            await _wrong_method(reply, path, right)
         elif path.startswith("/v1/") and not self._is_allowed(request):
             await _unauthorized(reply)
         else:
@@ -154,7 +164,7 @@ class Endpoints:
         await reply.send(200, [("Content-Type", "text/plain; version=0.0.4; charset=utf-8")], self._metrics.page())
 
     async def _ready(self, request: ClientRequest, reply: ClientReply) -> None:
-        missing = self._directory.missing()
+        missing = self._readiness.missing()
         store = self._directory.store
         value = {
             "ready": not missing,

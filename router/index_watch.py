@@ -13,10 +13,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_pd.block_hash import KEY_BYTES
+from vllm_pd.background import end_tasks
+from vllm_pd.block_hash import KEY_BYTES, BlockKey
 from vllm_pd.errors import StoreError
 from vllm_pd.router.directory import Directory
-from vllm_pd.router.repeat import end_tasks
 from vllm_pd.router.worker import Source
 from vllm_pd.routing.prefix_index import PrefixIndex
 from vllm_pd.state.base import Epoch, PoolId
@@ -289,6 +289,23 @@ class IndexWatch:
         """The pool's mirror once it has been complete, else None."""
         mirror = self._mirrors.get(pool)
         return mirror if mirror is not None and mirror.loaded else None
+
+    def follows(self, pool: PoolId) -> bool:
+        """Whether the pool is mirrored, or about to be."""
+        return pool in self._mirrors
+
+    def holds(self, holder: Holder, keys: Sequence[BlockKey]) -> bool:
+        """Whether a cache is known to hold any of some blocks."""
+        mirror = self._mirror_of(holder)
+        return mirror is not None and any(holder in mirror.prefixes.lookup((key,)) for key in keys)
+
+    def seq(self, holder: Holder) -> int:
+        """Number of the newest change that a cache announced; 0 for none."""
+        mirror = self._mirror_of(holder)
+        return mirror.seq(holder) if mirror is not None else 0
+
+    def _mirror_of(self, holder: Holder) -> PoolMirror | None:
+        return next((mirror for mirror in self._mirrors.values() if holder in mirror.prefixes), None)
 
     async def refresh(self) -> None:
         """Begin to mirror pools that are new, forget those without workers."""

@@ -19,6 +19,8 @@ CLIENT_GONE = 499
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _OVERHEAD = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25)
+_ERROR_SECONDS = (-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+_ERROR_BLOCKS = (-1000.0, -100.0, -10.0, -3.0, -1.0, 0.0, 1.0, 3.0, 10.0, 100.0, 1000.0)
 _PREFIX = "vllm_pd_router"
 
 
@@ -109,6 +111,61 @@ class RouterMetrics:
             buckets=_OVERHEAD,
             registry=self.registry,
         )
+        self.ttft_error = Histogram(
+            f"{_PREFIX}_ttft_prediction_error_seconds",
+            "Time to the first token of a streamed answer minus its prediction.",
+            buckets=_ERROR_SECONDS,
+            registry=self.registry,
+        )
+        self.hashing_seconds = Histogram(
+            f"{_PREFIX}_hashing_seconds",
+            "Rendering, tokenizing and hashing a prompt, with the wait for a thread.",
+            buckets=_OVERHEAD,
+            registry=self.registry,
+        )
+        self.lookup_seconds = Histogram(
+            f"{_PREFIX}_lookup_seconds", "One prompt in the block index.", buckets=_OVERHEAD, registry=self.registry
+        )
+        self.scheduling_seconds = Histogram(
+            f"{_PREFIX}_scheduling_seconds",
+            "Lookup and choice of the engines.",
+            buckets=_OVERHEAD,
+            registry=self.registry,
+        )
+        self._decisions = Counter(
+            f"{_PREFIX}_decisions_total",
+            "Choices of a worker for an answer, by policy and why it was that one.",
+            ["policy", "reason"],
+            registry=self.registry,
+        )
+        self._unknown = Counter(
+            f"{_PREFIX}_unknown_prompts_total",
+            "Requests whose blocks were not looked up, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.looked_up = Counter(
+            f"{_PREFIX}_known_prompts_total", "Requests whose blocks were looked up.", registry=self.registry
+        )
+        self.prompt_tokens = Counter(
+            f"{_PREFIX}_known_prompt_tokens_total",
+            "Prompt tokens of requests whose blocks were looked up.",
+            registry=self.registry,
+        )
+        self._cached_tokens = Counter(
+            f"{_PREFIX}_cached_tokens_total",
+            "Prompt tokens that came from a cache, as predicted and as the workers' answers said, where they did.",
+            ["source"],
+            registry=self.registry,
+        )
+        self._overlap_error = Histogram(
+            f"{_PREFIX}_overlap_error_blocks",
+            "Blocks that came from a cache, by the worker's answer, minus those predicted.",
+            buckets=_ERROR_BLOCKS,
+            registry=self.registry,
+        )
+        self._decided: dict[tuple[str, str], Counter] = {}
+        self._why: dict[str, Counter] = {}
         # Every reason is there from the start, so that a rate over it is never undefined.
         self.bypass: dict[Reason, Counter] = {
             reason: self._bypass.labels(reason) for reason in Reason if reason is not Reason.SPLIT
@@ -125,6 +182,26 @@ class RouterMetrics:
             found = self._finished[endpoint, status] = (counter, self._request_seconds.labels(endpoint))
         found[0].inc()
         found[1].observe(time.monotonic() - started)
+
+    def decided(self, policy: str, reason: str) -> None:
+        """Count a choice."""
+        found = self._decided.get((policy, reason))
+        if found is None:
+            found = self._decided[policy, reason] = self._decisions.labels(policy, reason)
+        found.inc()
+
+    def prompt_unknown(self, reason: str) -> None:
+        """Count a request whose blocks were not looked up."""
+        found = self._why.get(reason)
+        if found is None:
+            found = self._why[reason] = self._unknown.labels(reason)
+        found.inc()
+
+    def cached(self, predicted: int, reported: int, block_size: int) -> None:
+        """Compare cached prompt tokens of one answer, in tokens."""
+        self._cached_tokens.labels("predicted").inc(predicted)
+        self._cached_tokens.labels("reported").inc(reported)
+        self._overlap_error.observe((reported - predicted) / block_size)
 
     def page(self) -> bytes:
         """The text that Prometheus scrapes."""

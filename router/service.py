@@ -4,29 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
+from vllm_pd.background import end_tasks
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import redact
 from vllm_pd.router.aiohttp_client import AiohttpUpstream, tls_context
 from vllm_pd.router.aiohttp_server import AiohttpServer
+from vllm_pd.router.announcements import Announcements
+from vllm_pd.router.call import CallReader
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.endpoints import Endpoints
+from vllm_pd.router.index_metrics import IndexCollector
+from vllm_pd.router.index_watch import IndexWatch
+from vllm_pd.router.inflight import INTERVAL_S as INFLIGHT_INTERVAL_S
+from vllm_pd.router.inflight import InflightPublisher
 from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.model_folder import read_tokenizer_files
+from vllm_pd.router.placement import Placer
+from vllm_pd.router.prompt_blocks import PromptHasher
+from vllm_pd.router.prompt_reading import PromptReader
 from vllm_pd.router.proxy import Proxy
-from vllm_pd.router.repeat import end_tasks
+from vllm_pd.router.readiness import Readiness
+from vllm_pd.router.repeat import repeat
+from vllm_pd.router.self_check import SelfCheck
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.static_probe import StaticProbe
 from vllm_pd.router.store_watch import StoreWatch
 from vllm_pd.router.tokenizer_cache import TokenizerCache
 from vllm_pd.router.transport import HttpServer, Upstream
+from vllm_pd.router.worker import Worker
 from vllm_pd.state.base import Registry
-from vllm_pd.state.open_registry import open_registry
+from vllm_pd.state.block_index import BlockIndex
+from vllm_pd.state.open_registry import open_block_index, open_registry
 
 STORE_INTERVAL_S = 0.5
 STORE_TIMEOUT_S = 1.0
 PROBE_FACTOR = 4
+CHECK_INTERVAL_S = 0.5
 CLOSE_DEADLINE_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -36,7 +55,7 @@ class RouterService:
     """Make it anywhere; call its methods inside one event loop.
 
     Args:
-        registry: instead of the one behind `settings.store`.
+        registry, index: instead of those behind `settings.store`.
         clock: monotonic seconds.
         refresh_s: seconds between two looks at the store, 0.5 if None; between two at static workers four times that.
 
@@ -49,6 +68,7 @@ class RouterService:
         settings: RouterSettings,
         *,
         registry: Registry | None = None,
+        index: BlockIndex | None = None,
         clock: Callable[[], float] = time.monotonic,
         refresh_s: float | None = None,
     ) -> None:
@@ -56,7 +76,9 @@ class RouterService:
         self._refresh_s = refresh_s or STORE_INTERVAL_S
         if registry is None and settings.store:
             registry = open_registry(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
+            index = open_block_index(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
         self._registry = registry
+        self._index = index if settings.index else None
         try:
             self._tls = tls_context(settings.worker_ca, settings.worker_insecure)
         except OSError as e:  # ssl.SSLError is one
@@ -64,9 +86,13 @@ class RouterService:
                 f"The CA file {settings.worker_ca} cannot be used ({e.strerror or e}); give a PEM file in --worker-ca."
             ) from None
         self._clock = clock
-        self.directory = Directory(clock, store_configured=registry is not None)
+        self._id = secrets.token_hex(8)
+        self.directory = Directory(clock, store_configured=registry is not None, router=self._id)
         self.metrics = RouterMetrics(self.directory)
+        override = read_tokenizer_files(Path(settings.tokenizer)) if settings.tokenizer else None
         self._tokenizers = TokenizerCache(registry, clock)
+        self.watch: IndexWatch | None = None
+        self._prompts: PromptReader | None = None
         self._upstream: Upstream | None = None
         self._server: HttpServer | None = None
         self._watchers: list[asyncio.Task[None]] = []
@@ -82,8 +108,26 @@ class RouterService:
         settings = self._settings
         upstream = AiohttpUpstream(connect_timeout=settings.connect_timeout, tls=self._tls)
         self._upstream = upstream
-        proxy = Proxy(settings, self.directory, upstream, self._tokenizers, self.metrics)
-        endpoints = Endpoints(settings, self.directory, upstream, proxy, self.metrics, self._clock)
+        announcements = check = None
+        if self._index is not None:
+            self.watch = watch = IndexWatch(self._index, self.directory, self._clock)
+            announcements = Announcements(watch.holds, watch.seq, self._clock)
+            check = SelfCheck(
+                upstream,
+                worker_key=settings.worker_api_key,
+                hasher=self._hasher,
+                announcements=announcements,
+                clock=self._clock,
+            )
+            self.metrics.registry.register(IndexCollector(watch, check))
+        self._prompts = PromptReader(self._tokenizers, self.metrics, index=self.watch, check=check)
+        placer = Placer(settings, self.metrics, index=self.watch, announcements=announcements, clock=self._clock)
+        calls = CallReader(settings, self.directory, self._prompts)
+        proxy = Proxy(settings, self.directory, upstream, calls, placer, self.metrics)
+        readiness = Readiness(self.directory, None if settings.serve_before_index else self.watch, self._clock)
+        endpoints = Endpoints(
+            settings, self.directory, upstream, proxy, calls, placer, readiness, self.metrics, self._clock
+        )
         server = AiohttpServer(
             endpoints,
             host=settings.host,
@@ -98,8 +142,14 @@ class RouterService:
             raise
         self._server = server
         if self._registry is not None:
-            watch = StoreWatch(self._registry, self.directory, self._tokenizers, interval=self._refresh_s)
-            self._watchers.append(asyncio.create_task(watch.run()))
+            store = StoreWatch(
+                self._registry, self.directory, self._tokenizers, index=self.watch, interval=self._refresh_s
+            )
+            publisher = InflightPublisher(self._registry, self.directory, self._id, self._clock)
+            self._watchers.append(asyncio.create_task(store.run()))
+            self._watchers.append(asyncio.create_task(repeat(publisher.refresh, INFLIGHT_INTERVAL_S)))
+        if check is not None:
+            self._watchers.append(asyncio.create_task(repeat(partial(self._check, check), CHECK_INTERVAL_S)))
         if settings.workers:
             probe = StaticProbe(
                 settings.workers,
@@ -126,17 +176,34 @@ class RouterService:
             await server.stop()
         watchers, self._watchers = self._watchers, []
         await end_tasks(watchers)
+        if self.watch is not None:
+            await self.watch.close()
+        if self._prompts is not None:
+            self._prompts.close()
         await self._tokenizers.close()
         upstream, self._upstream = self._upstream, None
         if upstream is not None:
             await upstream.close()
-        registry, self._registry = self._registry, None
-        if registry is not None:
+        stores = [store for store in (self._registry, self._index) if store is not None]
+        self._registry = self._index = None
+        for store in stores:
             try:
                 async with asyncio.timeout(CLOSE_DEADLINE_S):
-                    await registry.close()
+                    await store.close()
             except TimeoutError:
                 _log.debug("the store did not close its connections in time")
+
+    def _hasher(self, worker: Worker) -> PromptHasher | None:
+        """What hashes prompts for `worker`; None while its tokenizer is not there."""
+        record = worker.record
+        if self._tokenizers.get(worker.pool, record.tokenizer) is None:
+            return None
+        return self._tokenizers.hasher(record.pool, worker.pool, record.tokenizer)
+
+    async def _check(self, check: SelfCheck) -> None:
+        watch = self.watch
+        if watch is not None:
+            await check.refresh([workers for workers in self.directory.pools if watch.follows(workers[0].pool)])
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

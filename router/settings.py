@@ -12,20 +12,11 @@ from vllm_pd import layered, parsers
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import Resolved, setting
 from vllm_pd.router.static_probe import StaticWorker
+from vllm_pd.routing import policies
+from vllm_pd.routing.policies import DEFAULT_POLICY, POLICIES
 from vllm_pd.state.base import Role
 
 MIB = 1 << 20
-DEFAULT_POLICY = "predicted"
-POLICIES = (
-    "predicted",
-    "least-loaded",
-    "round-robin",
-    "prefix",
-    "dynamo-v0.1",
-    "dynamo-v0.4",
-    "dynamo-v1",
-    "llm-d",
-)
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]{1,64}")
 
 _seconds = layered.number(0, exclusive=True, high=86400)
@@ -314,6 +305,7 @@ def load(
             "The router has no way to find workers; give --store redis://host:6379 (or VLLM_PD_STORE), "
             "or name them with --worker URL=role."
         )
+    policies.policy(settings.policy, settings.weights)
     if settings.worker_ca and settings.worker_insecure:
         raise SettingsError("--worker-ca and --worker-insecure contradict each other; keep one.")
     return resolved

@@ -6,6 +6,7 @@ import asyncio
 
 from vllm_pd.errors import StoreError
 from vllm_pd.router.directory import Directory
+from vllm_pd.router.index_watch import IndexWatch
 from vllm_pd.router.repeat import repeat
 from vllm_pd.router.tokenizer_cache import TokenizerCache
 from vllm_pd.router.worker import Source
@@ -18,11 +19,18 @@ class StoreWatch:
     """One background task. A store that is down, slow or restarted empty is met by asking again."""
 
     def __init__(
-        self, registry: Registry, directory: Directory, tokenizers: TokenizerCache, *, interval: float
+        self,
+        registry: Registry,
+        directory: Directory,
+        tokenizers: TokenizerCache,
+        *,
+        index: IndexWatch | None = None,
+        interval: float,
     ) -> None:
         self._registry = registry
         self._directory = directory
         self._tokenizers = tokenizers
+        self._index = index
         self._interval = interval
 
     async def run(self) -> None:
@@ -43,3 +51,5 @@ class StoreWatch:
             self._directory.replace(Source.STORE, snapshot.workers, after_outage=was_down)
             for worker in self._directory.workers:
                 self._tokenizers.prefetch(worker.pool, worker.record.tokenizer)
+            if self._index is not None:
+                await self._index.refresh()

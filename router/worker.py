@@ -1,10 +1,13 @@
-"""One worker as this router sees it: what it says about itself, its load, and how connections to it fare."""
+"""One worker as this router sees it: what it says about itself, its engines, and how connections to it fare."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
+from vllm_pd.routing.ledger import EngineLedger
+from vllm_pd.routing.rates import RateLearner
 from vllm_pd.state.base import PoolId, Role, WorkerId, WorkerRecord, WorkerState
+from vllm_pd.state.block_index import Holder
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
@@ -18,17 +21,23 @@ class Source(StrEnum):
 
 
 class Worker:
-    """Mutable, owned by the `Directory`; satisfies `selection.Selectable`. Times are the caller's monotonic seconds."""
+    """Mutable, owned by the `Directory`. Times are the caller's monotonic seconds.
+
+    Args:
+        learner: what is known of how fast workers of its pool are.
+        router: id under which this router publishes its own work; what the store says of it is known here already.
+    """
 
     __slots__ = (
+        "_learner",
         "_lease_end",
+        "_others",
         "_pause",
         "_reported_at",
+        "_router",
+        "engines",
         "id",
-        "inflight",
-        "inflight_at_report",
         "kv_usage",
-        "last_pick",
         "lease_span",
         "pool",
         "record",
@@ -39,18 +48,19 @@ class Worker:
         "waiting",
     )
 
-    def __init__(self, state: WorkerState, source: Source, now: float) -> None:
+    def __init__(self, state: WorkerState, source: Source, learner: RateLearner, router: str, now: float) -> None:
         self.id: WorkerId = state.record.id
         self.source = source
-        self.inflight = 0
-        self.inflight_at_report = 0
-        self.last_pick = 0
         self.resume_at = 0.0
         self._pause = FIRST_PAUSE_S
-        self._reported_at: tuple[int, ...] = ()
+        self._learner = learner
+        self._router = router
         self.record: WorkerRecord = state.record
         self.pool: PoolId = state.record.pool.id
         self.role: Role = state.record.role
+        self.engines: tuple[EngineLedger, ...] = ()
+        """One for each data-parallel rank."""
+        self._start_engines()
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0
@@ -63,21 +73,60 @@ class Worker:
     def url(self) -> str:
         return self.record.url
 
+    @property
+    def inflight(self) -> int:
+        """This router's own requests on the worker now."""
+        return sum(engine.inflight for engine in self.engines)
+
     def update(self, state: WorkerState, now: float) -> None:
         """Take over a newer state of the same worker. A new epoch is a new process: old failures do not count."""
-        if state.record.epoch != self.record.epoch:
-            self.note_success()
-        if state.record is not self.record:
+        before = self.record
+        if state.record is not before:
             self.record = state.record
-            self.pool = state.record.pool.id
             self.role = state.record.role
+            if state.record.pool != before.pool:
+                self.pool = state.record.pool.id
+            if state.record.epoch != before.epoch or state.record.dp_size != before.dp_size:
+                self.note_success()
+                self._start_engines()
+            for engine in self.engines:
+                engine.pool, engine.role = self.pool, self.role
         self.lease_span = state.lease_left_ms / 1000
         self._lease_end = now + self.lease_span
         reported_at = tuple(load.at_ms for load in state.loads.values())
         if reported_at != self._reported_at:
             self._reported_at = reported_at
-            self.inflight_at_report = self.inflight if reported_at else 0
             self.running, self.waiting, self.kv_usage = state.running, state.waiting, state.kv_usage
+            self._report(state, now)
+        others = [work for router, work in state.others.items() if router != self._router]
+        total = (sum(work.prefill_tokens for work in others), sum(work.requests for work in others))
+        if total != self._others:
+            self._others = total
+            # Which rank they are on is not said.
+            share = len(self.engines)
+            for engine in self.engines:
+                engine.report_others(total[0] // share, -(-total[1] // share), now)
+
+    def _start_engines(self) -> None:
+        """Requests in progress end on the engines of the process that they were sent to."""
+        ranks = max(1, self.record.dp_size)
+        self.engines = tuple(
+            EngineLedger(
+                Holder(self.id, rank), self.pool, self.role, self.record.kv_blocks // ranks, learner=self._learner
+            )
+            for rank in range(ranks)
+        )
+        self._reported_at: tuple[int, ...] = ()
+        self._others = (0, 0)
+
+    def _report(self, state: WorkerState, now: float) -> None:
+        if len(self.engines) == 1:
+            self.engines[0].report(state.running, state.waiting, state.kv_usage, now)
+            return
+        for engine in self.engines:
+            load = state.loads.get(engine.holder.rank)
+            if load is not None:
+                engine.report(load.running, load.waiting, load.kv_usage, now)
 
     def lease_left_ms(self, now: float) -> int:
         """What is left of the lease as last seen, not below 0."""

@@ -120,7 +120,7 @@ class RouterWork:
     prefill_tokens: int
     """Prompt tokens to compute of requests whose first token has not come."""
     requests: int
-    """Requests in progress, waiting ones included."""
+    """How many requests these are of."""
 
 
 @dataclass(frozen=True, slots=True)

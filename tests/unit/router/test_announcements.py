@@ -8,6 +8,7 @@ from tests.unit.router.test_directory import Clock, state
 from vllm_pd.block_hash import BlockKey
 from vllm_pd.router.announcements import ANNOUNCE_S, MISSES, PROVEN_S, Announcements
 from vllm_pd.router.worker import Source, Worker
+from vllm_pd.routing.rates import RateLearner
 from vllm_pd.state import WorkerId
 from vllm_pd.state.block_index import Holder
 
@@ -23,7 +24,7 @@ class Engine:
         self.keys: set[BlockKey] = set()
         self.seq = 0
         self.announcements = Announcements(self.holds, lambda holder: self.seq, self.clock)
-        self.workers = [Worker(state("a"), Source.STORE, 0.0)]
+        self.workers = [Worker(state("a"), Source.STORE, RateLearner(), "", 0.0)]
 
     def holds(self, holder: Holder, keys: Sequence[BlockKey]) -> bool:
         return not self.keys.isdisjoint(keys)

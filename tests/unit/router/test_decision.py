@@ -5,31 +5,16 @@ from typing import Any
 
 import pytest
 
-from vllm_pd.router.decision import (
-    ClusterFacts,
-    PromptKind,
-    Reason,
-    bypass_by_cluster,
-    bypass_by_length,
-    bypass_by_request,
-)
+from vllm_pd.router.decision import PromptKind, Reason, bypass_by_request, surely_short
 from vllm_pd.router.request_fields import read_fields
 
-FULL = ClusterFacts(prefill_alive=True, can_transfer=True)
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 COMPLETION = {"prompt": "x"}
 
 
-def reason(
-    body: Any, kind: PromptKind | None = PromptKind.COMPLETION, facts: ClusterFacts = FULL, tokens: int | None = None
-) -> Reason:
+def reason(body: Any, kind: PromptKind | None = PromptKind.COMPLETION) -> Reason:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return (
-        bypass_by_request(read_fields(raw), kind)
-        or bypass_by_cluster(facts)
-        or bypass_by_length(tokens, 32)
-        or Reason.SPLIT
-    )
+    return bypass_by_request(read_fields(raw), kind) or Reason.SPLIT
 
 
 @pytest.mark.parametrize(
@@ -120,12 +105,31 @@ def test_other_endpoints_are_never_split() -> None:
     assert reason(COMPLETION, None) is Reason.ENDPOINT
 
 
-def test_cluster_without_prefill_or_transfer_goes_whole() -> None:
-    assert reason(COMPLETION, facts=ClusterFacts(False, True)) is Reason.NO_PREFILL
-    assert reason(COMPLETION, facts=ClusterFacts(True, False)) is Reason.NO_TRANSFER
+def short(prompt: Any, kind: PromptKind = PromptKind.COMPLETION) -> bool:
+    fields = read_fields(json.dumps({"prompt": prompt}, ensure_ascii=False).encode())
+    assert fields is not None
+    return surely_short(fields, kind, 32)
 
 
-@pytest.mark.parametrize(("tokens", "short"), [(0, True), (31, True), (32, False), (33, False), (None, False)])
-def test_only_a_prompt_known_to_be_under_one_block_is_short(tokens: int | None, short: bool) -> None:
-    assert bypass_by_length(tokens, 32) is (Reason.SHORT if short else None)
-    assert reason(COMPLETION, tokens=tokens) is (Reason.SHORT if short else Reason.SPLIT)
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("x" * 29, True),
+        ("x" * 30, False),
+        ("ö" * 14, True),
+        ("ö" * 15, False),
+        ([7] * 31, True),
+        ([7] * 32, False),
+        ([123_456] * 31, True),
+        ([7] * 100_000, False),
+        (None, True),
+    ],
+)
+def test_completion_prompt_is_short_only_where_its_bytes_or_ids_prove_it(prompt: Any, expected: bool) -> None:
+    assert short(prompt) is expected
+
+
+def test_chat_of_unknown_length_is_never_short() -> None:
+    fields = read_fields(json.dumps(CHAT).encode())
+    assert fields is not None
+    assert not surely_short(fields, PromptKind.CHAT, 32)

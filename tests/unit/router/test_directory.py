@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from vllm_pd.router.directory import LAST_RESORT_S, Directory
 from vllm_pd.router.worker import LONGEST_PAUSE_S, Source, Worker
-from vllm_pd.state import Epoch, PoolSpec, Role, WorkerId, WorkerLoad, WorkerRecord, WorkerState
+from vllm_pd.routing.model import NO_OVERLAP, Ask
+from vllm_pd.state import Epoch, Holder, PoolSpec, Role, WorkerId, WorkerLoad, WorkerRecord, WorkerState
+from vllm_pd.state.base import RouterWork
 
 SPEC = PoolSpec("m", "", "bf16", "auto", "nhd", 32, "sha256_cbor", "0.32.0")
 OTHER = replace(SPEC, model="other")
@@ -38,6 +41,11 @@ def directory(clock: Clock) -> Directory:
 
 def names(directory: Directory) -> list[str]:
     return [worker.id for worker in directory.workers]
+
+
+def only_named(directory: Directory, name: str) -> Worker:
+    (worker,) = [worker for worker in directory.workers if worker.id == name]
+    return worker
 
 
 def only(directory: Directory) -> Worker:
@@ -94,23 +102,81 @@ def test_role_change_of_a_running_worker_is_taken_over(directory: Directory) -> 
     assert only(directory).role is Role.DECODE
 
 
-def test_requests_in_flight_are_counted_and_released_whatever_happens(directory: Directory) -> None:
+ASK = Ask(100, 16)
+
+
+def test_only_a_new_report_moves_the_base_of_the_own_count(directory: Directory, clock: Clock) -> None:
+    directory.replace(Source.STORE, [state("a", running=4, at=1)])
+    (engine,) = only(directory).engines
+    engine.begin("r", ASK, NO_OVERLAP, clock.now)
+    directory.replace(Source.STORE, [state("a", running=4, at=1)])
+    assert engine.running == 5
+    directory.replace(Source.STORE, [state("a", running=4, at=2)])
+    assert engine.running == 4
+    assert only(directory).inflight == 1
+
+
+def test_work_of_other_routers_counts_and_the_own_does_not(clock: Clock) -> None:
+    directory = Directory(clock, store_configured=True, router="me")
+    works = {"me": RouterWork(7000, 7), "one": RouterWork(1000, 1), "two": RouterWork(500, 2)}
+    directory.replace(Source.STORE, [replace(state("a"), others=works)])
+    (engine,) = only(directory).engines
+    assert engine.prefill_tokens == 1500
+    directory.replace(Source.STORE, [replace(state("a"), others={"one": RouterWork(200, 1)})])
+    assert engine.prefill_tokens == 200
     directory.replace(Source.STORE, [state("a")])
-    worker = only(directory)
-    with pytest.raises(KeyError), directory.using(worker):
-        assert worker.inflight == 1
-        raise KeyError
-    assert worker.inflight == 0
+    assert engine.prefill_tokens == 0
 
 
-def test_only_a_new_report_moves_the_base_of_the_own_count(directory: Directory) -> None:
-    directory.replace(Source.STORE, [state("a", running=0, at=1)])
-    worker = only(directory)
-    with directory.using(worker):
-        directory.replace(Source.STORE, [state("a", running=0, at=1)])
-        assert worker.inflight_at_report == 0
-        directory.replace(Source.STORE, [state("a", running=1, at=2)])
-        assert worker.inflight_at_report == 1
+def test_each_rank_of_a_worker_is_an_engine_with_a_load_of_its_own(directory: Directory) -> None:
+    plain = state("a")
+    entry = replace(plain.record, dp_size=2, kv_blocks=1000)
+    loads = {0: WorkerLoad(1, 0, 0.1, 1), 1: WorkerLoad(7, 2, 0.9, 1)}
+    directory.replace(Source.STORE, [WorkerState(entry, 10_000, loads)])
+    engines = only(directory).engines
+    assert [(e.holder, e.running, e.waiting, e.kv_usage, e.kv_blocks) for e in engines] == [
+        (Holder(WorkerId("a"), 0), 1, 0, 0.1, 500),
+        (Holder(WorkerId("a"), 1), 7, 2, 0.9, 500),
+    ]
+
+
+def test_restarted_worker_begins_without_the_old_ones_requests(directory: Directory, clock: Clock) -> None:
+    directory.replace(Source.STORE, [state("a", epoch=1)])
+    (old,) = only(directory).engines
+    old.begin("r", ASK, NO_OVERLAP, clock.now)
+    directory.replace(Source.STORE, [state("a", epoch=2)])
+    assert only(directory).inflight == 0
+    old.finish("r", clock.now)
+    assert only(directory).inflight == 0
+
+
+def test_new_worker_of_a_pool_is_taken_to_be_as_fast_as_the_others(directory: Directory, clock: Clock) -> None:
+    directory.replace(Source.STORE, [state("a"), state("c", spec=OTHER)])
+    for n in range(100):
+        (engine,) = only_named(directory, "a").engines
+        engine.begin(n, ASK, NO_OVERLAP, clock.now)
+        clock.now += 3.0
+        engine.first_token(n, clock.now)
+        engine.finish(n, clock.now)
+    directory.replace(Source.STORE, [state("a"), state("b"), state("c", spec=OTHER)])
+    assert only_named(directory, "b").engines[0].rates.prefill(100, 0) == pytest.approx(3.0, rel=0.2)
+    assert only_named(directory, "c").engines[0].rates.prefill(100, 0) < 0.1
+
+
+def test_role_of_the_engines_follows_the_workers(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a", Role.PREFILL)])
+    (engine,) = only(directory).engines
+    directory.replace(Source.STORE, [state("a", Role.DECODE)])
+    assert only(directory).engines == (engine,)
+    assert engine.role is Role.DECODE
+
+
+def test_generation_changes_with_who_is_there(directory: Directory) -> None:
+    seen = [directory.generation]
+    for states in ([state("a")], [state("a", running=1, at=1)], [state("a", epoch=2)], [state("b")]):
+        directory.replace(Source.STORE, states)
+        seen.append(directory.generation)
+    assert [after > before for before, after in itertools.pairwise(seen)] == [True, False, True, True]
 
 
 def test_refusing_worker_is_left_out_longer_each_time_and_back_after_success(
@@ -225,14 +291,14 @@ def test_a_store_that_dies_while_a_lease_is_late_leaves_the_worker_in_use(direct
     assert {w.id for w in directory.serving("m") or []} == {"d", "p"}, "it has not had the time to come back"
 
 
-def test_a_worker_that_is_late_comes_back_with_its_requests_counted(directory: Directory) -> None:
+def test_a_worker_that_is_late_comes_back_with_its_requests_counted(directory: Directory, clock: Clock) -> None:
     directory.replace(Source.STORE, [state("d"), state("p", Role.PREFILL)])
     worker = directory.workers[0]
-    with directory.using(worker):
-        directory.replace(Source.STORE, [state("p", Role.PREFILL)])
-        directory.replace(Source.STORE, [state("d"), state("p", Role.PREFILL)])
-        assert directory.workers[0] is worker
-        assert worker.inflight == 1
+    worker.engines[0].begin("r", ASK, NO_OVERLAP, clock.now)
+    directory.replace(Source.STORE, [state("p", Role.PREFILL)])
+    directory.replace(Source.STORE, [state("d"), state("p", Role.PREFILL)])
+    assert directory.workers[0] is worker
+    assert worker.inflight == 1
 
 
 def test_a_worker_that_left_is_not_tried_while_another_decodes_nor_after_a_minute(

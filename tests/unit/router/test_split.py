@@ -149,7 +149,7 @@ async def test_unknown_model_with_one_pool_is_for_the_worker_to_judge(pd: PD) ->
 async def test_least_loaded_worker_of_the_role_is_chosen(
     start_cluster: StartCluster, start_worker: StartWorker
 ) -> None:
-    cluster = await start_cluster()
+    cluster = await start_cluster(policy="least-loaded")
     workers = [await start_worker() for _ in range(4)]
     for worker, role in zip(workers, (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE), strict=True):
         await cluster.join(worker, role)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -27,7 +28,7 @@ def store() -> Iterator[EmbeddedStore]:
 @pytest.fixture
 async def registry(store: EmbeddedStore) -> AsyncIterator[Registry]:
     """The workers' side."""
-    registry = open_registry(store.url, "default")
+    registry = open_registry(store.url, "default", timeout_s=10.0)
     yield registry
     await registry.close()
 
@@ -49,6 +50,13 @@ async def call(router: RouterService, path: str, body: object = None) -> tuple[i
         return reply.status, await reply.read()
 
 
+async def ready(router: RouterService) -> None:
+    """Wait until the router wants requests."""
+    async with asyncio.timeout(20):
+        while (await call(router, "/ready"))[0] != 200:  # noqa: ASYNC110 - readiness has no event
+            await asyncio.sleep(0.02)
+
+
 BODY = {"prompt": LONG, "max_tokens": 9}
 
 
@@ -57,9 +65,11 @@ async def test_router_serves_through_an_outage_and_recovers_by_itself(
 ) -> None:
     prefill, decode = await start_worker(), await start_worker()
     entries = [record(prefill, Role.PREFILL), record(decode, Role.DECODE)]
-    for entry in entries:
-        await registry.heartbeat(entry, 4_000)
-    await until(lambda: len(router.directory.workers) == 2, "the workers are known")
+    for lease_ms in (60_000, 4_000):
+        for entry in entries:
+            await registry.heartbeat(entry, lease_ms)
+        await until(lambda: len(router.directory.workers) == 2, "the workers are known")
+    await until(lambda: max(w.lease_span for w in router.directory.workers) <= 4, "so is what is left of their leases")
     store.kill()
     await until(lambda: not router.directory.store.up, "the outage is noticed")
     assert (await call(router, "/v1/completions", BODY))[0] == 200
@@ -83,8 +93,9 @@ async def test_store_that_dies_while_the_decode_worker_is_late_does_not_cost_a_r
     """As on a machine that stood still: a lease ended, and the store is gone before the worker can renew it."""
     prefill, decode = await start_worker(), await start_worker()
     await registry.heartbeat(record(prefill, Role.PREFILL), 60_000)
-    await registry.heartbeat(record(decode, Role.DECODE), 2_000)
+    await registry.heartbeat(record(decode, Role.DECODE), 60_000)
     await until(lambda: len(router.directory.workers) == 2, "the workers are known")
+    await registry.heartbeat(record(decode, Role.DECODE), 1)
     await until(lambda: [w.id for w in router.directory.workers] == [prefill.host_port], "the lease ended")
     assert (await call(router, "/v1/completions", BODY))[0] == 200
     store.kill()

@@ -1,0 +1,68 @@
+"""One leg of a request on one engine, counted there from the decision on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_pd.router.prompt_blocks import PromptBlocks
+from vllm_pd.router.worker import Worker
+from vllm_pd.routing.ledger import EngineLedger
+from vllm_pd.routing.model import Ask, Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The engine for a leg, and what is known of the request there."""
+
+    worker: Worker
+    engine: EngineLedger
+    ask: Ask
+    prompt: PromptBlocks
+    choice: Choice
+
+    @property
+    def predicted_cached(self) -> int:
+        """Prompt tokens that need not be computed there."""
+        return self.ask.tokens - self.choice.best.uncached
+
+
+class Attempt:
+    """A leg that is under way. Counted on its engine at once, and until `end`.
+
+    Args:
+        name: grows with every attempt of this router.
+        clock: monotonic seconds, that of the ledgers.
+        remote: another worker computes the prompt.
+        silent: the first byte of the answer is not its first token.
+    """
+
+    __slots__ = ("_clock", "_name", "_silent", "placed", "remote")
+
+    def __init__(
+        self, placed: Placed, name: int, clock: Callable[[], float], *, remote: bool = False, silent: bool = False
+    ) -> None:
+        self.placed = placed
+        self.remote = remote
+        self._name = name
+        self._silent = silent
+        self._clock = clock
+        overlap = placed.choice.best.overlap
+        placed.engine.begin(name, placed.ask, overlap, clock(), remote=remote, silent=silent, pick=name)
+
+    @property
+    def worker(self) -> Worker:
+        return self.placed.worker
+
+    def prefilled(self) -> None:
+        """The prompt has been computed elsewhere, and the request is sent to this engine now."""
+        self.placed.engine.prefilled(self._name, self._clock())
+
+    def first_byte(self) -> None:
+        """The answer's body has begun."""
+        if not self._silent:
+            self.placed.engine.first_token(self._name, self._clock())
+
+    def end(self, output_tokens: int = 0) -> None:
+        """It has ended, in whatever way. Idempotent."""
+        self.placed.engine.finish(self._name, self._clock(), output_tokens)

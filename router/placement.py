@@ -1,0 +1,216 @@
+"""Where a request goes: what each cache holds of its prompt, how busy the engines are, and the choice among them.
+
+The choice itself is `routing.decide`, a pure function; here its inputs come together. Synchronous: between looking at
+the engines' ledgers and counting a request there nothing else happens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from vllm_pd.router.announcements import Announcements
+from vllm_pd.router.attempt import Attempt, Placed
+from vllm_pd.router.decision import Reason
+from vllm_pd.router.demand import Demand
+from vllm_pd.router.index_watch import IndexWatch
+from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.sessions import Sessions
+from vllm_pd.router.settings import RouterSettings
+from vllm_pd.router.worker import Worker
+from vllm_pd.routing.decide import Decision, PoolAsk, decide
+from vllm_pd.routing.ledger import EngineLedger
+from vllm_pd.routing.model import Ask, Choice, Overlaps
+from vllm_pd.routing.plan import SplitRule
+from vllm_pd.routing.record import DecisionRecord, record_of
+from vllm_pd.state.base import PoolId, WorkerId
+
+_REASONS = {"no prefill worker": Reason.NO_PREFILL, "sooner whole": Reason.SOONER_WHOLE, "split": Reason.SPLIT}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes."""
+
+    decode: Placed
+    prefill: Placed | None
+    reason: Reason
+    ttft: float
+    """Predicted seconds to the first token."""
+    record: DecisionRecord | None
+    """Where an explanation was asked for."""
+
+
+class Placer:
+    """Chooses engines for requests. Belongs to one event loop.
+
+    Args:
+        index: mirrors of the block index, and
+        announcements: the proof that they fit; None where the router keeps no index.
+        clock: monotonic seconds, the directory's.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        metrics: RouterMetrics,
+        *,
+        index: IndexWatch | None = None,
+        announcements: Announcements | None = None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._random = Random(settings.seed if settings.seed >= 0 else None)
+        self._rule = SplitRule(max_local_tokens=settings.max_local_prefill_tokens)
+        self._sessions = Sessions(settings.session_ttl)
+        self._metrics = metrics
+        self._index = index
+        self._announcements = announcements
+        self._clock = clock
+        self._picks = 0
+
+    def place(
+        self, demand: Demand, workers: Sequence[Worker], *, split: bool, exclude: Collection[WorkerId] = ()
+    ) -> Placement | None:
+        """The best placement now; None when nothing is left that decodes.
+
+        Args:
+            split: whether another worker may prefill, as far as the caller is concerned.
+            exclude: workers that are not to be asked.
+        """
+        began, now = time.perf_counter(), self._clock()
+        usable = [worker for worker in workers if worker.id not in exclude] if exclude else workers
+        asks = self._asks(demand, usable, split=split and demand.forbidden is None, now=now)
+        if not asks:
+            return None
+        seed = self._random.getrandbits(48) if demand.temperature > 0 else None
+        decision = decide(
+            demand.policy,
+            asks,
+            now,
+            rule=self._rule,
+            temperature=demand.temperature,
+            random=Random(seed) if seed is not None else None,
+            explain=demand.explain,
+        )
+        placement = self._placement(demand, usable, asks, decision, seed, now)
+        self._metrics.scheduling_seconds.observe(time.perf_counter() - began)
+        return placement
+
+    def _asks(self, demand: Demand, workers: Sequence[Worker], *, split: bool, now: float) -> list[PoolAsk]:
+        decoders: dict[PoolId, list[EngineLedger]] = {}
+        prefillers: dict[PoolId, list[EngineLedger]] = {}
+        for worker in workers:
+            for engine in worker.engines:
+                if now >= engine.silent_until:
+                    engine.advance(now)
+                if worker.role.decodes:
+                    decoders.setdefault(worker.pool, []).append(engine)
+                if split and worker.role.prefills and worker.record.can_transfer:
+                    prefillers.setdefault(worker.pool, []).append(engine)
+        session = self._sessions.worker(demand.session, now) if demand.session else None
+        return [
+            self._ask(demand, pool, engines, prefillers.get(pool, []), workers, session)
+            for pool, engines in decoders.items()
+        ]
+
+    def _ask(
+        self,
+        demand: Demand,
+        pool: PoolId,
+        decoders: Sequence[EngineLedger],
+        prefillers: Sequence[EngineLedger],
+        workers: Sequence[Worker],
+        session: WorkerId | None,
+    ) -> PoolAsk:
+        prompt = demand.prompts[pool]
+        record = next(worker.record for worker in workers if worker.pool == pool)
+        mirror = self._index.mirror(pool) if self._index is not None else None
+        known = not prompt.why_unknown
+        overlaps: Overlaps = {}
+        if known and mirror is not None:
+            began = time.perf_counter()
+            overlaps = mirror.prefixes.lookup(prompt.keys)
+            self._metrics.lookup_seconds.observe(time.perf_counter() - began)
+            if overlaps and self._announcements is not None:
+                for holder in overlaps:
+                    self._announcements.proven(holder)
+        ask = Ask(
+            prompt.tokens,
+            record.pool.block_size,
+            demand.expected_output,
+            exact=known,
+            keys=prompt.keys,
+            session=session,
+        )
+        age = mirror.age() if mirror is not None else None
+        return PoolAsk(pool, ask, decoders, prefillers, overlaps, len(prompt.keys), prompt.why_unknown, age)
+
+    def _placement(
+        self,
+        demand: Demand,
+        workers: Sequence[Worker],
+        asks: Sequence[PoolAsk],
+        decision: Decision,
+        seed: int | None,
+        now: float,
+    ) -> Placement:
+        made, ask = decision.plan, asks[decision.pool]
+        decode = _placed(demand, workers, ask, made.decode)
+        prefill = _placed(demand, workers, ask, made.prefill) if made.prefill is not None else None
+        reason = demand.forbidden or _REASONS.get(made.reason)
+        if reason is None:
+            short = ask.ask.tokens < ask.ask.block_size
+            reason = Reason.SHORT if short else Reason.CACHED
+        if prefill is not None and not decode.worker.record.can_transfer:
+            prefill, reason = None, Reason.NO_TRANSFER
+        elif reason is Reason.NO_PREFILL and any(
+            worker.role.prefills and not worker.record.can_transfer and worker.pool == ask.pool
+            for worker in workers
+            if worker is not decode.worker
+        ):
+            reason = Reason.NO_TRANSFER
+        record = None
+        if demand.explain:
+            record = record_of(
+                asks,
+                decision,
+                request=demand.request,
+                path=demand.path,
+                model=demand.model,
+                policy=demand.policy,
+                temperature=demand.temperature,
+                seed=seed,
+                rule=self._rule,
+                forbidden=demand.forbidden or "",
+                reason=reason,
+                now=now,
+            )
+        return Placement(decode, prefill, reason, made.ttft, record)
+
+    # What comes of it.
+
+    def begin(self, placed: Placed, *, remote: bool = False, silent: bool = False) -> Attempt:
+        """Count a leg of a request on its engine, at once. See `EngineLedger.begin`."""
+        self._picks += 1
+        return Attempt(placed, self._picks, self._clock, remote=remote, silent=silent)
+
+    def note_session(self, demand: Demand, worker: Worker) -> None:
+        """The request's session is served by `worker`."""
+        if demand.session:
+            self._sessions.note(demand.session, worker.id, self._clock())
+
+    def computed(self, placed: Placed) -> None:
+        """The engine has computed the prompt just now: its blocks should be announced."""
+        announcements = self._announcements
+        if announcements is None or placed.choice.best.overlap.blocks or not placed.prompt.keys:
+            return
+        if announcements.wants(placed.engine.holder):
+            announcements.sent(placed.engine.holder, placed.prompt.keys)
+
+
+def _placed(demand: Demand, workers: Sequence[Worker], ask: PoolAsk, choice: Choice) -> Placed:
+    holder = choice.best.holder
+    worker = next(worker for worker in workers if worker.id == holder.worker)
+    return Placed(worker, worker.engines[holder.rank], ask.ask, demand.prompts[ask.pool], choice)

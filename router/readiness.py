@@ -1,0 +1,54 @@
+"""Whether the router is worth sending requests to: a worker that decodes is known, and after a start the index too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from vllm_pd.router.directory import Directory
+from vllm_pd.router.index_watch import IndexWatch
+
+GRACE_S = 30.0
+"""After so long without the index, placing requests by load alone is better than not at all."""
+STORE_GRACE_S = 3.0
+"""The same while the store does not answer: nobody knows when it will."""
+
+_log = logging.getLogger(__name__)
+
+
+class Readiness:
+    """Says what is missing. The index is waited for once: a pool that joins later never takes a router out of service.
+
+    Args:
+        index: None where the router does not wait for one.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, directory: Directory, index: IndexWatch | None, clock: Callable[[], float]) -> None:
+        self._directory = directory
+        self._index = index
+        self._clock = clock
+        self._since: float | None = None
+
+    def missing(self) -> str:
+        """Why not to send requests now, in one sentence; "" when they are welcome."""
+        return self._directory.missing() or self._index_missing()
+
+    def _index_missing(self) -> str:
+        mirrors = self._index.mirrors if self._index is not None else ()
+        if not mirrors:
+            return ""
+        loading = [mirror for mirror in mirrors if not mirror.loaded]
+        if not loading:
+            self._index = None
+            return ""
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        problem = next((mirror.problem for mirror in loading if mirror.problem), "")
+        if now - self._since >= (STORE_GRACE_S if problem else GRACE_S):
+            _log.warning("ready without the block index, by load alone: %s", problem or "loading it takes too long")
+            self._index = None
+            return ""
+        cause = f" ({problem.rstrip('.')})" if problem else ""
+        return f"The block index is being loaded{cause}; start the router with --serve-before-index not to wait for it."
