@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-_CANCEL_AGAIN_S = 0.1
+from vllm_pd.background import end_tasks
+
+__all__ = ["end_tasks", "repeat"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,19 +29,3 @@ async def repeat(action: Callable[[], Awaitable[None]], interval: float) -> None
                 last = repr(e)
                 _log.exception("looking for workers failed, trying again every %g s", interval)
         await asyncio.sleep(interval)
-
-
-async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended, however they end.
-
-    Once is not enough: `asyncio.wait_for` of Python 3.11, which redis-py uses, loses a cancellation that comes at the
-    moment when what it waits for is done.
-    """
-    pending = {task for task in tasks if not task.done()}
-    while pending:
-        for task in pending:
-            task.cancel()
-        ended, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
-        for task in ended:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                _log.debug("a background task ended with an error", exc_info=error)

@@ -9,6 +9,7 @@ from vllm_pd.agent.block_truth import BlockTruth
 from vllm_pd.agent.index_feeder import FeedLimits, IndexFeeder
 from vllm_pd.agent.kv_event_source import EventEndpoints, KvEventSource, SourceLimits
 from vllm_pd.agent.kv_events import decode
+from vllm_pd.background import end_tasks
 from vllm_pd.state.block_index import BlockWriter, Holder
 
 logger = logging.getLogger("vllm.vllm_pd")
@@ -57,9 +58,7 @@ class CacheFeed:
     async def stop(self) -> None:
         """End; the index stays as it is. Idempotent."""
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
     def message(self, payload: bytes) -> None:
         """Take the engine's next message."""
