@@ -12,7 +12,7 @@ from scripts.models import smollm2_dir, tiny_model_dir
 from tests.shared_memory import SharedMemoryWatch
 from vllm_pd.graph.embedded_store import EmbeddedStore
 
-SHM_DEADLINE_S = 10.0
+SHM_DEADLINE_S = 30.0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,7 +17,7 @@ from vllm_pd.state import RegistrySnapshot, Role, open_registry
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 def registered(cluster: LocalCluster) -> RegistrySnapshot:

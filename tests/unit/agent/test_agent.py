@@ -19,8 +19,8 @@ from vllm_pd.state import TokenizerFiles, WorkerState, open_block_index, open_re
 from vllm_pd.state.redis_block_index import RedisBlockIndex
 from vllm_pd.state.redis_registry import RedisRegistry
 
-DEADLINE_S = 30.0
-LEASE_S = 2.0
+DEADLINE_S = 60.0
+LEASE_S = 3.0
 """Short, so that a test can outwait it; long enough for a busy machine to renew it."""
 RECORD = dataclasses.replace(worker(), tokenizer="")
 
@@ -68,7 +68,7 @@ def workers(store: EmbeddedStore) -> tuple[WorkerState, ...]:
 
 def tokenizer(store: EmbeddedStore, sha: str) -> TokenizerFiles | None:
     async def ask() -> TokenizerFiles | None:
-        registry = RedisRegistry(store.url, "test")
+        registry = RedisRegistry(store.url, "test", timeout_s=10.0)
         try:
             return await registry.get_tokenizer(POOL.id, sha)
         finally:

@@ -16,7 +16,7 @@ from vllm_pd.graph.ports import free_port, is_listening
 from vllm_pd.graph.proc_tree import ProcessId, identify, is_alive, send
 from vllm_pd.graph.process import ManagedProcess, ProcessError, ProcessSpec
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def python(tmp_path: Path, code: str, name: str = "worker") -> ManagedProcess:

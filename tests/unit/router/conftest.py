@@ -15,13 +15,14 @@ from tests.unit.router.fake_worker import FakeWorker
 from vllm_pd.router.service import RouterService
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.state import Epoch, PoolSpec, Role, WorkerId, WorkerLoad, WorkerRecord
+from vllm_pd.state.memory_block_index import MemoryBlockIndex
 from vllm_pd.state.memory_registry import MemoryRegistry
 from vllm_pd.state.memory_store import MemoryStore
 
 BLOCK = 32
 SPEC = PoolSpec("m", "", "bf16", "auto", "nhd", BLOCK, "sha256_cbor", "0.32.0")
 LONG = "word " * 200
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 async def until(condition: Callable[[], Any], what: str) -> None:
@@ -56,6 +57,7 @@ class Cluster:
 
     service: RouterService
     registry: MemoryRegistry
+    index: MemoryBlockIndex
     client: aiohttp.ClientSession
     store: MemoryStore
 
@@ -77,8 +79,13 @@ class Cluster:
         """Register and wait until the router knows it in this form."""
         entry = record(worker, role, **changes)
         await self.registry.heartbeat(entry, 60_000)
+        watch = self.service.watch
         await until(
-            lambda: any(w.record == entry for w in self.service.directory.workers), f"{worker.host_port} joined"
+            lambda: (
+                any(w.record == entry for w in self.service.directory.workers)
+                and (watch is None or watch.mirror(entry.pool.id) is not None)
+            ),
+            f"{worker.host_port} joined",
         )
         return entry
 
@@ -126,13 +133,14 @@ async def start_cluster() -> AsyncIterator[StartCluster]:
     started: list[Cluster] = []
 
     async def start(**settings: Any) -> Cluster:
-        store = MemoryStore()
+        store = settings.pop("shared", None) or MemoryStore()
         registry = MemoryRegistry("default", store)
         values = replace(RouterSettings(), port=0, shutdown_grace=1.0, **settings)
-        service = RouterService(values, registry=registry, refresh_s=0.02)
+        index = MemoryBlockIndex("default", store)
+        service = RouterService(values, registry=registry, index=index, refresh_s=0.02)
         await service.start()
         client = aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(total=WAIT_S))
-        started.append(Cluster(service, registry, client, store))
+        started.append(Cluster(service, registry, index, client, store))
         return started[-1]
 
     yield start

@@ -217,6 +217,6 @@ async def test_a_user_with_the_rights_that_messages_name_is_enough(opened: Open)
         assert await live(registry) == [worker()]
         wrong = opened(f"redis://pd:0ther@{LOOPBACK}:{store.port}")
         assert "refused the user or password" in await failure(wrong.snapshot())
-        elsewhere = RedisRegistry(f"redis://pd:s3cret@{LOOPBACK}:{store.port}", "other")
+        elsewhere = RedisRegistry(f"redis://pd:s3cret@{LOOPBACK}:{store.port}", "other", timeout_s=10.0)
         assert await live(elsewhere) == []
         await elsewhere.close()
