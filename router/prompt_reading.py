@@ -103,7 +103,7 @@ class PromptReader:
     async def _hash(
         self, hasher: PromptHasher, fields: RequestFields, kind: PromptKind, lora: Lora | None
     ) -> PromptBlocks:
-        if hasher.cheap(fields, kind):
+        if hasher.cheap(fields, kind, lora=lora):
             return hasher.blocks(fields, kind, lora=lora)
         if self._hashing >= MAX_HASHING:
             return PromptBlocks(0, (), BUSY)

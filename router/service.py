@@ -90,7 +90,7 @@ class RouterService:
         self.directory = Directory(clock, store_configured=registry is not None, router=self._id)
         self.metrics = RouterMetrics(self.directory)
         override = read_tokenizer_files(Path(settings.tokenizer)) if settings.tokenizer else None
-        self._tokenizers = TokenizerCache(registry, clock)
+        self._tokenizers = TokenizerCache(registry, clock, override)
         self.watch: IndexWatch | None = None
         self._prompts: PromptReader | None = None
         self._upstream: Upstream | None = None

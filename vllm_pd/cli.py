@@ -1,4 +1,4 @@
-"""`vllm-pd`: shows what a worker would be configured with, and who is in the cluster."""
+"""`vllm-pd`: tools for a cluster and what decides in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_pd import __version__, serve_flags, store_cli
+from vllm_pd import __version__, explain_cli, serve_flags, store_cli
 from vllm_pd.console import add_store_flags, print_table, store_settings
 from vllm_pd.errors import PDError
 from vllm_pd.settings import load_worker_settings
@@ -19,6 +19,8 @@ from vllm_pd.sim import mock_cli
 EXAMPLES = """examples:
   vllm-pd config --role prefill --pd-cpu-gib 8        what that worker would run with, and where each value comes from
   VLLM_PD_STORE=redis://host:6379 vllm-pd workers     who is registered, in what role and with what load
+  curl ROUTER/v1/explain -d @body.json > why.json     where that request would go;
+  vllm-pd explain why.json --policy all               the same with reasons, and where other policies would send it
   vllm-pd store check                                 whether the index of KV blocks is what the workers say they hold
 """
 
@@ -54,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     workers.set_defaults(run=_workers)
 
     store_cli.add_parser(commands)
+    explain_cli.add_parser(commands)
     sim_cli.add_parser(commands)
     mock_cli.add_parser(commands)
     return parser

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from tests.unit.router.fake_worker import FakeWorker
+from vllm_pd.router import index_watch
 from vllm_pd.router.service import RouterService
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.state import Epoch, PoolSpec, Role, WorkerId, WorkerLoad, WorkerRecord
@@ -129,7 +130,9 @@ async def start_worker() -> AsyncIterator[StartWorker]:
 
 
 @pytest.fixture
-async def start_cluster() -> AsyncIterator[StartCluster]:
+async def start_cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartCluster]:
+    # Between two reads the mirror looks whether workers have joined.
+    monkeypatch.setattr(index_watch, "READ_WAIT_MS", 20)
     started: list[Cluster] = []
 
     async def start(**settings: Any) -> Cluster:

@@ -46,13 +46,14 @@ class FakeWorker:
     """Set `hook` to answer in another way than the ordinary one, `models` to be somebody else.
 
     With `frozen` set it takes GET requests and answers none. With `gate` set, a streamed answer waits for it after its
-    first chunk.
+    first chunk. `tokenize` answers its `/tokenize`, whose requests are not recorded.
     """
 
     def __init__(self, *, api_key: str = "", tls: ssl.SSLContext | None = None, models: tuple[str, ...] = ("m",)):
         self.seen: list[Seen] = []
         self.hook: Hook | None = None
         self.gate: asyncio.Event | None = None
+        self.tokenize: Callable[[dict[str, Any]], list[int] | None] | None = None
         self.arrived = asyncio.Event()
         self.models = models
         self.metrics = 'vllm:cache_config_info{block_size="32",engine="0"} 1.0\n'
@@ -99,6 +100,11 @@ class FakeWorker:
                 await asyncio.Event().wait()
             return self._get(request)
         raw = await request.read()
+        if request.path == "/tokenize" and self.hook is None:
+            tokens = self.tokenize(json.loads(raw)) if self.tokenize is not None else None
+            if tokens is None:
+                return web.json_response({"error": {"message": "no", "code": 404}}, status=404)
+            return web.json_response({"count": len(tokens), "max_model_len": 2048, "tokens": tokens})
         seen = Seen(request.raw_path, raw, list(request.headers.items()))
         self.seen.append(seen)
         self.arrived.set()
