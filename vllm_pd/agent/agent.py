@@ -106,14 +106,18 @@ class Agent:
 
     def _main(self) -> None:
         try:
-            asyncio.run(self._run())
+            asyncio.run(self.run())
         except PDError as e:
             logger.error("vllm-pd: this worker is not registered: %s", e)
         except Exception:
             # The thread is the last frame that can say so; vLLM goes on serving.
             logger.exception("vllm-pd: the agent ended unexpectedly; this worker will vanish from the routers")
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """What the thread does, for whoever has a loop to spare: use it instead of `start`.
+
+        Ends after `stop`, once the worker is withdrawn; cancelled, it withdraws nothing.
+        """
         self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # A stop that came before the two lines above could not wake us.

@@ -16,7 +16,9 @@ from vllm_pd.agent.kv_event_source import EventEndpoints
 from vllm_pd.block_hash import BlockHash
 from vllm_pd.state.block_index import Tier
 
-_MEDIA = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.SSD: "STORAGE"}
+# Plain integers: operations on enum flags would cost more than all the rest.
+_GPU, _CPU, _SSD = int(Tier.GPU), int(Tier.CPU), int(Tier.SSD)
+_MEDIA = {_GPU: "GPU", _CPU: "CPU", _SSD: "STORAGE"}
 _END = (-1).to_bytes(8, "big", signed=True)
 BUFFER_MESSAGES = 10_000
 """Messages kept for replay, as many as vLLM keeps."""
@@ -89,7 +91,7 @@ class BlockEvents:
                 events.append(BlockRemoved(gone, medium))
         for tier, medium in _MEDIA.items():
             new = {block for block, bits in changed.items() if bits & tier & ~self._held.get(block, 0)}
-            if tier is Tier.GPU:
+            if tier == _GPU:
                 events.extend(self._stored(run) for run in self._runs(new))
             elif new:
                 events.append(BlockStored(list(new), None, [], 0, None, medium, None))

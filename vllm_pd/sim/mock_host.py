@@ -16,12 +16,19 @@ from vllm_pd.sim.mock_api import MockApi
 from vllm_pd.sim.mock_faults import Faults
 from vllm_pd.sim.mock_tokenizer import MockTokenizer
 from vllm_pd.sim.mock_worker import MockConfig, MockWorker
-from vllm_pd.state.base import Role
+from vllm_pd.state import open_block_index, open_registry
+from vllm_pd.state.base import Registry, Role
+from vllm_pd.state.block_index import BlockIndex
 
 logger = logging.getLogger(__name__)
 
 _SOCKETS_PER_WORKER = 4
 _STOP_S = 0.5
+_WORKERS_PER_CLIENT = 16
+"""They share connections to the store: a real worker has a process for its own."""
+_REGISTER_PAUSE_S = 0.1
+_STORE_TIMEOUT_S = 2.0
+"""Longer than a real worker's: hundreds of workers share this process."""
 
 
 class MockHost:
@@ -54,6 +61,7 @@ class MockHost:
         self._faults = faults or Faults()
         self._by_port: dict[int, MockWorker] = {}
         self._sites: dict[int, web.SockSite] = {}
+        self._clients: list[Registry | BlockIndex] = []
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._runner = web.AppRunner(
             MockApi(self._find, self._fail).app(),
@@ -78,16 +86,24 @@ class MockHost:
             worker = MockWorker(self._config, f"http://{self._host}:{port}", role, self._tokenizer, self._context)
             worker.faults = self._faults
             self._by_port[port] = worker
-        for worker in self.workers:
-            worker.register()
+        if self._config.store:
+            for workers in _groups(self.workers, _WORKERS_PER_CLIENT):
+                store, namespace = self._config.store, self._config.namespace
+                registry = open_registry(store, namespace, timeout_s=_STORE_TIMEOUT_S)
+                index = open_block_index(store, namespace, timeout_s=_STORE_TIMEOUT_S)
+                self._clients += [registry, index]
+                for worker in workers:
+                    worker.register(registry, index)
+                # Hundreds at once would keep each other from being in time.
+                await asyncio.sleep(_REGISTER_PAUSE_S)
 
     async def stop(self) -> None:
         """Withdraw all, then close. Idempotent."""
+        await asyncio.gather(*(worker.withdraw() for worker in self.workers))
         for worker in self.workers:
-            worker.request_stop()
-        for worker in self.workers:
-            await asyncio.to_thread(worker.wait_stopped)
             worker.close()
+        for client in self._clients:
+            await client.close()
         await self._runner.cleanup()
         if self._context is not None:
             self._context.destroy(linger=0)
@@ -135,6 +151,10 @@ class MockHost:
         if not faults.die:
             await asyncio.sleep(faults.refuse)
             await self._listen(port)
+
+
+def _groups(workers: Sequence[MockWorker], size: int) -> list[Sequence[MockWorker]]:
+    return [workers[i : i + size] for i in range(0, len(workers), size)]
 
 
 def _port(transport: asyncio.BaseTransport) -> int:

@@ -16,7 +16,7 @@ from vllm_pd.agent.agent import Agent
 from vllm_pd.agent.kv_event_source import EventEndpoints
 from vllm_pd.agent.spec import AgentSpec
 from vllm_pd.block_hash import BlockHash, BlockHasher, Lora, extra_keys
-from vllm_pd.errors import StoreError
+from vllm_pd.errors import PDError
 from vllm_pd.settings import DEFAULT_LEASE_S
 from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.live_engine import LiveEngine
@@ -25,13 +25,13 @@ from vllm_pd.sim.mock_faults import Faults
 from vllm_pd.sim.mock_tokenizer import MockTokenizer
 from vllm_pd.sim.timing import TimingModel
 from vllm_pd.sim.work import EngineConfig, Work
-from vllm_pd.state import open_block_index, open_registry
-from vllm_pd.state.base import Epoch, PoolSpec, Role, WorkerId, WorkerRecord
+from vllm_pd.state.base import Epoch, PoolSpec, Registry, Role, WorkerId, WorkerRecord
 from vllm_pd.state.block_index import BlockIndex
 
 logger = logging.getLogger(__name__)
 
 ENGINE_VERSION = "mock"
+_WITHDRAW_S = 2.0
 HELD_S = 30.0
 """How long blocks wait for a decode worker, in the engine's seconds; vLLM's NIXL connector has the same lease."""
 
@@ -137,6 +137,7 @@ class MockWorker:
         self._publisher = EventPublisher(context, seed=config.seed) if context is not None else None
         self._held: dict[str, tuple[Work, asyncio.TimerHandle]] = {}
         self._agent: Agent | None = None
+        self._agent_task: asyncio.Task[None] | None = None
 
     # Requests.
 
@@ -252,10 +253,8 @@ class MockWorker:
 
     # The store.
 
-    def register(self) -> None:
-        """Begin to be in the store, if there is one."""
-        if not self.config.store:
-            return
+    def register(self, registry: Registry, index: BlockIndex) -> None:
+        """Begin to be in the store. Registry and index may be shared, and stay open."""
         config = self.config
         loras = config.loras
         address = self.url.rpartition("//")[2]
@@ -292,18 +291,15 @@ class MockWorker:
             event_sources=lambda: {} if endpoints is None else {0: endpoints},
             load_tokenizer=lambda: self.tokenizer.files,
         )
-        self._agent = Agent(spec, self._open_registry, self._open_index, self._serves)
-        self._agent.start()
+        agent = self._agent = Agent(spec, lambda: _Shared(registry), lambda: _Shared(index), _serves)
+        self._agent_task = asyncio.create_task(self._run_agent(agent))
         self._report()
 
-    async def _serves(self) -> bool:
-        return True
-
-    def _open_registry(self) -> Any:
-        return _UntilDeath(open_registry(self.config.store, self.config.namespace), self)
-
-    def _open_index(self) -> BlockIndex:
-        return open_block_index(self.config.store, self.config.namespace)
+    async def _run_agent(self, agent: Agent) -> None:
+        try:
+            await agent.run()
+        except PDError as e:
+            logger.error("%s is not registered: %s", self.url, e)
 
     def _report(self) -> None:
         engine = self.live.engine
@@ -316,16 +312,17 @@ class MockWorker:
         """As if killed: nothing is withdrawn, and the store hears no more. Idempotent."""
         self.dead = True
         self.live.close()
+        if self._agent_task is not None:
+            self._agent_task.cancel()
 
-    def request_stop(self) -> None:
-        """Have the agent withdraw; `wait_stopped` waits for it."""
-        if self._agent is not None and not self.dead:
-            self._agent.stop(0.0)
-
-    def wait_stopped(self) -> None:
-        """Wait for the agent's thread, for a moment. Callable from any thread."""
-        if self._agent is not None:
-            self._agent.stop(0.0 if self.dead else 2.0)
+    async def withdraw(self) -> None:
+        """Leave the store, as far as it answers. Idempotent."""
+        if self._agent is None or self._agent_task is None:
+            return
+        self._agent.stop()
+        await asyncio.wait((self._agent_task,), timeout=_WITHDRAW_S)
+        self._agent_task.cancel()
+        await asyncio.gather(self._agent_task, return_exceptions=True)
 
     def close(self) -> None:
         """Let go of everything else. Idempotent."""
@@ -337,19 +334,18 @@ class MockWorker:
             self._publisher.close()
 
 
-class _UntilDeath:
-    """A registry that a dead worker does not reach."""
+async def _serves() -> bool:
+    return True
 
-    def __init__(self, registry: Any, worker: MockWorker) -> None:
-        self._registry = registry
-        self._worker = worker
+
+class _Shared:
+    """A registry or an index that others use, too: closing it is not for one of them."""
+
+    def __init__(self, shared: Any) -> None:
+        self._shared = shared
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._registry, name)
+        return getattr(self._shared, name)
 
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            if self._worker.dead and name != "close":
-                raise StoreError("the mock worker is dead")
-            return await method(*args, **kwargs)
-
-        return call
+    async def close(self) -> None:
+        """Nothing."""

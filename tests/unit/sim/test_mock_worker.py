@@ -146,8 +146,7 @@ async def test_a_worker_is_in_the_store_with_its_blocks_until_it_stops(
 
         await _in_index(index, record, truth)
         for worker in workers:
-            worker.request_stop()
-            await asyncio.to_thread(worker.wait_stopped)
+            await worker.withdraw()
         assert (await registry.snapshot()).workers == ()
     finally:
         await registry.close()
