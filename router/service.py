@@ -92,6 +92,7 @@ class RouterService:
         override = read_tokenizer_files(Path(settings.tokenizer)) if settings.tokenizer else None
         self._tokenizers = TokenizerCache(registry, clock, override)
         self.watch: IndexWatch | None = None
+        self._announcements: Announcements | None = None
         self._prompts: PromptReader | None = None
         self._upstream: Upstream | None = None
         self._server: HttpServer | None = None
@@ -108,20 +109,20 @@ class RouterService:
         settings = self._settings
         upstream = AiohttpUpstream(connect_timeout=settings.connect_timeout, tls=self._tls)
         self._upstream = upstream
-        announcements = check = None
+        check: SelfCheck | None = None
         if self._index is not None:
             self.watch = watch = IndexWatch(self._index, self.directory, self._clock)
-            announcements = Announcements(watch.holds, watch.seq, self._clock)
+            self._announcements = Announcements(watch.holds, watch.seq, self._clock)
             check = SelfCheck(
                 upstream,
                 worker_key=settings.worker_api_key,
                 hasher=self._hasher,
-                announcements=announcements,
+                announcements=self._announcements,
                 clock=self._clock,
             )
             self.metrics.registry.register(IndexCollector(watch, check))
         self._prompts = PromptReader(self._tokenizers, self.metrics, index=self.watch, check=check)
-        placer = Placer(settings, self.metrics, index=self.watch, announcements=announcements, clock=self._clock)
+        placer = Placer(settings, self.metrics, index=self.watch, announcements=self._announcements, clock=self._clock)
         calls = CallReader(settings, self.directory, self._prompts)
         proxy = Proxy(settings, self.directory, upstream, calls, placer, self.metrics)
         readiness = Readiness(self.directory, None if settings.serve_before_index else self.watch, self._clock)
