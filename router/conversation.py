@@ -152,7 +152,7 @@ def template_messages(messages: list[dict[str, Any]], form: ContentFormat, *, de
 def _message(message: dict[str, Any], form: ContentFormat) -> Message:
     role = message.get("role")
     content = message.get("content")
-    if form is ContentFormat.STRING and len(message) == 2 and isinstance(content, str) and role in _PLAIN_ROLES:
+    if form is ContentFormat.STRING and len(message) == 2 and type(content) is str and role in _PLAIN_ROLES:
         return {"role": role, "content": content}
     if not isinstance(role, str) or role not in _ROLES or "task" in message:
         raise PromptUnknown(Unknown.MESSAGE)

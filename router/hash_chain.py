@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_pd.block_hash import KEY_BYTES, BlockHash, BlockHasher, BlockKey, ExtraKeys
-from vllm_pd.router.encoder import TokenIds
+from vllm_pd.router.encoder import NO_IDS, TokenIds
 from vllm_pd.router.lru import ByteLru
 
 MAX_BYTES = 64 * 1024 * 1024
+SHORT_PIECE = 128
+"""Characters up to which a prompt's last piece is not kept."""
 
 _ENTRY_BYTES = 700
 """An entry without its piece and its keys, with what the cache needs for it."""
@@ -36,17 +38,38 @@ class Start:
     """`Encoder.generation`."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Entry:
-    id: int
-    tokens: int
-    last: BlockHash | None
-    rest: TokenIds
-    keys: list[BlockKey]
+    """What is known of a prompt up to the end of a piece."""
+
+    __slots__ = ("id", "keys", "last", "rest", "tokens")
+
+    def __init__(self, id: int, tokens: int, last: BlockHash | None, rest: TokenIds, keys: list[BlockKey]) -> None:
+        self.id = id
+        self.tokens = tokens
+        self.last = last
+        self.rest = rest
+        self.keys = keys
+        """Of the blocks that end in this piece."""
 
 
 _EntryKey = tuple[Start | int, str]
 """The entry before it, or the start, and the piece."""
+
+
+class Walk:
+    """How far a prompt is known."""
+
+    __slots__ = ("entry", "path", "start")
+
+    def __init__(self, start: Start, entry: _Entry | None, path: list[tuple[_EntryKey, _Entry]]) -> None:
+        self.start = start
+        self.entry = entry
+        self.path = path
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces that are known."""
+        return len(self.path)
 
 
 class HashChain:
@@ -58,43 +81,53 @@ class HashChain:
         self._ids = itertools.count()
         self._lock = threading.Lock()
 
-    def keys(
-        self, start: Start, pieces: Sequence[str], ids_of: Callable[[int], TokenIds], after: TokenIds | None = None
-    ) -> tuple[int, list[BlockKey]]:
-        """Number of tokens and the keys of all whole blocks.
-
-        Args:
-            pieces: equal ones behind equal ones, or behind an equal start, must have equal tokens.
-            ids_of: the tokens of the piece at an index.
-            after: tokens that follow the last piece.
-        """
+    def walk(self, start: Start, pieces: Sequence[str]) -> Walk:
+        """As far as `pieces` are known. Equal ones behind equal ones, or behind an equal start, have equal tokens."""
         entry: _Entry | None = None
-        keys: list[BlockKey] = []
-        path: list[_EntryKey] = []
+        path: list[tuple[_EntryKey, _Entry]] = []
+        before: Start | int = start
         with self._lock:
             get = self._entries.get
             for piece in pieces:
-                key = (start if entry is None else entry.id, piece)
+                key = (before, piece)
                 found = get(key)
                 if found is None:
                     break
                 entry = found
-                keys += entry.keys
-                path.append(key)
-        known = len(path)
+                before = found.id
+                path.append((key, found))
+            # What others build upon is used last, so that it never goes before them.
+            self._entries.touch(key for key, _ in reversed(path))
+        return Walk(start, entry, path)
+
+    def keys(
+        self, walk: Walk, pieces: Sequence[str], ids_of: Callable[[int], TokenIds], after: TokenIds = NO_IDS
+    ) -> tuple[int, list[BlockKey]]:
+        """Number of tokens and the keys of all whole blocks.
+
+        Args:
+            walk: of `pieces`.
+            ids_of: the tokens of the piece at an index.
+            after: tokens that follow the last piece.
+        """
+        start, entry = walk.start, walk.entry
+        keys: list[BlockKey] = []
+        for _, known in walk.path:
+            keys += known.keys
         new: list[tuple[_EntryKey, _Entry]] = []
-        for index in range(known, len(pieces)):
+        for index in range(walk.pieces, len(pieces)):
             key = (start if entry is None else entry.id, pieces[index])
             entry = self._next(start, entry, ids_of(index))
             keys += entry.keys
-            new.append((key, entry))
-        with self._lock:
-            for key, made in new:
-                self._entries.put(key, made, _size(key[1], made))
-            # What others build upon is used last, so that it never goes before them.
-            self._entries.touch(reversed(path))
+            # What is short, as the beginning of an answer, is hashed sooner than kept.
+            if len(pieces[index]) > SHORT_PIECE or index + 1 < len(pieces):
+                new.append((key, entry))
+        if new:
+            with self._lock:
+                for key, made in new:
+                    self._entries.put(key, made, _size(key[1], made))
         if after or entry is None:
-            entry = self._next(start, entry, after or TokenIds("I"))
+            entry = self._next(start, entry, after)
             keys += entry.keys
         return entry.tokens, keys
 
@@ -109,16 +142,17 @@ class HashChain:
     def _next(self, start: Start, before: _Entry | None, ids: TokenIds) -> _Entry:
         """The entry of a piece with the tokens `ids`."""
         if before is None:
-            last, pending, tokens = None, TokenIds("I", start.before) + ids, len(start.before) // ids.itemsize
+            front = TokenIds("I", start.before)
+            last, pending, tokens = None, front + ids, len(front)
         else:
             last, pending, tokens = before.last, before.rest + ids, before.tokens
         chain = self._hasher.chain(pending, start.extra, parent=last)
         return _Entry(
-            id=next(self._ids),
-            tokens=tokens + len(ids),
-            last=chain[-1] if chain else last,
-            rest=pending[len(chain) * self._hasher.block_size :],
-            keys=[block_hash[:KEY_BYTES] for block_hash in chain],
+            next(self._ids),
+            tokens + len(ids),
+            chain[-1] if chain else last,
+            pending[len(chain) * self._hasher.block_size :],
+            [block_hash[:KEY_BYTES] for block_hash in chain],
         )
 
 

@@ -24,11 +24,10 @@ class ByteLru(Generic[K, V]):
         return None if found is None else found[0]
 
     def touch(self, keys: Iterable[K]) -> None:
-        """Mark as used, the last one as used last. Keys that have gone meanwhile are passed over."""
-        entries = self._entries
+        """Mark as used, the last one as used last; all of them are there."""
+        move = self._entries.move_to_end
         for key in keys:
-            if key in entries:
-                entries.move_to_end(key)
+            move(key)
 
     def put(self, key: K, value: V, size: int) -> None:
         """Keep `value`, of about `size` bytes with its key."""

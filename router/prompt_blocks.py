@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from vllm_pd.block_hash import BlockHasher, BlockKey, ExtraKeys, Lora, extra_keys
 from vllm_pd.router.conversation import PromptUnknown, Unknown
 from vllm_pd.router.decision import PromptKind
-from vllm_pd.router.hash_chain import MAX_BYTES, HashChain, Start
+from vllm_pd.router.hash_chain import MAX_BYTES, HashChain, Start, Walk
 from vllm_pd.router.prompt_tokenizer import PromptTokenizer
 from vllm_pd.router.request_fields import RequestFields
 from vllm_pd.state.base import PoolSpec
@@ -57,6 +57,17 @@ class _Prompt:
     add_special_tokens: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What `cheap` found out."""
+
+    fields: RequestFields
+    lora: Lora | None
+    prompt: _Prompt
+    extra: ExtraKeys | None
+    walk: Walk | None
+
+
 class PromptHasher:
     """Hashes the prompts of one pool. May be called from several threads.
 
@@ -68,7 +79,7 @@ class PromptHasher:
 
     def __init__(self, spec: PoolSpec, tokenizer: PromptTokenizer | None, *, max_bytes: int = MAX_BYTES) -> None:
         self._tokenizer = tokenizer
-        self._read_last: tuple[RequestFields, _Prompt | PromptUnknown] | None = None
+        self._prepared: _Prepared | None = None
         try:
             self._hasher: BlockHasher | None = BlockHasher(spec.block_size, spec.hash_algo, spec.hash_seed)
         except ValueError:
@@ -78,41 +89,62 @@ class PromptHasher:
 
     def blocks(self, fields: RequestFields, kind: PromptKind, *, lora: Lora | None = None) -> PromptBlocks:
         """The blocks of a request's prompt. Never raises."""
-        last = self._read_last
+        prepared = self._prepared
         try:
             if self._hasher is None:
                 raise PromptUnknown(Unknown.HASH_ALGORITHM)
-            extra = _extra(fields, lora)
-            if last is not None and last[0] is fields:
-                self._read_last = None
-                if isinstance(last[1], PromptUnknown):
-                    raise last[1]
-                prompt = last[1]
-            else:
-                prompt = self._read(fields, kind)
-            if prompt.ids is not None:
-                return PromptBlocks(len(prompt.ids), self._hasher.keys(prompt.ids, extra))
-            return PromptBlocks(*self._chained(prompt, extra))
+            if prepared is None or prepared.fields is not fields or prepared.lora != lora:
+                prepared = self._prepare(fields, kind, lora)
+            prompt = prepared.prompt
+            if prompt.ids is not None or self._tokenizer is None or prepared.walk is None:
+                ids = prompt.ids or []
+                return PromptBlocks(len(ids), self._hasher.keys(ids, prepared.extra))
+            segments, pieces = self._tokenizer.segments, prompt.pieces
+            _, after = self._tokenizer.around(add_special_tokens=prompt.add_special_tokens)
+            tokens, keys = self._chain.keys(
+                prepared.walk, pieces, lambda index: segments.ids(pieces[index], first=not index), after
+            )
+            return PromptBlocks(tokens, keys)
         except PromptUnknown as e:
             return PromptBlocks(estimated_tokens(fields), (), e.reason.value)
 
-    def cheap(self, fields: RequestFields, kind: PromptKind) -> bool:
+    def cheap(self, fields: RequestFields, kind: PromptKind, *, lora: Lora | None = None) -> bool:
         """Whether `blocks` takes less than about a millisecond; otherwise call it in a thread.
 
-        What is found out here is kept for the call of `blocks` that follows.
+        What is found out here is kept for the call of `blocks` with the same arguments that follows.
         """
         raw = fields.messages if kind is PromptKind.CHAT else fields.prompt
         size = 0 if isinstance(raw, UnsetType) else memoryview(raw).nbytes
         if size <= SHORT_BYTES or size > LONG_BYTES or self._tokenizer is None or self._hasher is None:
             return size <= LONG_BYTES
         try:
-            prompt = self._read(fields, kind)
-        except PromptUnknown as e:
-            self._read_last = (fields, e)
+            prepared = self._prepared = self._prepare(fields, kind, lora)
+        except PromptUnknown:
             return True
-        self._read_last = (fields, prompt)
-        limit = FAST_CHARS if self._tokenizer.encoder.fast else SHORT_BYTES
-        return self._tokenizer.segments.unknown_chars(prompt.pieces) <= limit
+        if prepared.walk is None:
+            return True
+        pieces, segments = prepared.prompt.pieces, self._tokenizer.segments
+        new = sum(
+            len(pieces[index])
+            for index in range(prepared.walk.pieces, len(pieces))
+            if not segments.knows(pieces[index], first=not index)
+        )
+        return new <= (FAST_CHARS if self._tokenizer.encoder.fast else SHORT_BYTES)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept of earlier prompts, about."""
+        return self._chain.size if self._hasher is not None else 0
+
+    def _prepare(self, fields: RequestFields, kind: PromptKind, lora: Lora | None) -> _Prepared:
+        """Everything but tokenizing and hashing what is new."""
+        extra = _extra(fields, lora)
+        prompt = self._read(fields, kind)
+        walk: Walk | None = None
+        if prompt.ids is None and self._tokenizer is not None:
+            before, _ = self._tokenizer.around(add_special_tokens=prompt.add_special_tokens)
+            walk = self._chain.walk(Start(extra, before, self._tokenizer.encoder.generation), prompt.pieces)
+        return _Prepared(fields, lora, prompt, extra, walk)
 
     def _read(self, fields: RequestFields, kind: PromptKind) -> _Prompt:
         _refuse_what_changes_the_prompt(fields, kind)
@@ -133,13 +165,6 @@ class PromptHasher:
         if self._tokenizer is None:
             raise PromptUnknown(Unknown.NO_TOKENIZER)
         return _Prompt(None, self._tokenizer.segments.cut(text), special)
-
-    def _chained(self, prompt: _Prompt, extra: ExtraKeys | None) -> tuple[int, list[BlockKey]]:
-        assert self._tokenizer is not None
-        segments, pieces = self._tokenizer.segments, prompt.pieces
-        before, after = self._tokenizer.around(add_special_tokens=prompt.add_special_tokens)
-        start = Start(extra, before, self._tokenizer.encoder.generation)
-        return self._chain.keys(start, pieces, lambda index: segments.ids(pieces[index], first=not index), after)
 
 
 def estimated_tokens(fields: RequestFields) -> int:

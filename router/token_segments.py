@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import tokenizers
 
@@ -64,13 +64,13 @@ class TokenSegments:
 
     def __init__(self, encoder: Encoder, separator: str | None, max_bytes: int = MAX_BYTES) -> None:
         self._encoder = encoder
-        self._separator = separator
+        self.separator = separator
         self._known: ByteLru[tuple[int, bool, str], TokenIds] = ByteLru(max_bytes)
         self._lock = threading.Lock()
 
     def cut(self, text: str) -> list[str]:
         """The pieces, without the separator that each but the first begins with."""
-        return [text] if self._separator is None else text.split(self._separator)
+        return [text] if self.separator is None else text.split(self.separator)
 
     def ids(self, piece: str, *, first: bool) -> TokenIds:
         """Tokens of a piece that `cut` made; `first`: it is the one at the beginning of the text."""
@@ -80,12 +80,11 @@ class TokenSegments:
             if ids is not None:
                 self._known.touch((key,))
                 return ids
-        ids = TokenIds("I", self._encoder.encode(piece if first else f"{self._separator}{piece}"))
+        ids = self._encoder.encode(piece if first else f"{self.separator}{piece}")
         with self._lock:
             self._known.put(key, ids, _ENTRY_BYTES + sys.getsizeof(piece) + ids.itemsize * len(ids))
         return ids
 
-    def unknown_chars(self, pieces: Sequence[str]) -> int:
-        """Characters that would have to be tokenized."""
-        known, generation = self._known, self._encoder.generation
-        return sum(len(piece) for index, piece in enumerate(pieces) if (generation, not index, piece) not in known)
+    def knows(self, piece: str, *, first: bool) -> bool:
+        """Whether `ids` only has to look it up."""
+        return (self._encoder.generation, first, piece) in self._known

@@ -7,7 +7,7 @@ surroundings, and texts made of the tokenizer's own vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import tokenizers
 
@@ -67,23 +67,22 @@ def proof_texts(tokenizer: tokenizers.Tokenizer) -> list[str]:
     return texts
 
 
-def chats(tokenizer: tokenizers.Tokenizer, separator: str) -> list[str]:
-    """Texts with many added tokens, `separator` above all, and anything in between."""
+def chats(tokenizer: tokenizers.Tokenizer, separator: str, texts: Sequence[str]) -> list[str]:
+    """Texts with many added tokens, `separator` above all, and some of `texts` in between."""
     draw = random.Random(1)
-    texts = proof_texts(tokenizer)
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     found = []
-    for _ in range(150):
+    for _ in range(120):
         parts = [draw.choice(("", draw.choice(texts)))]
         for _ in range(draw.randint(1, 6)):
-            parts += [separator, draw.choice(("", "\n", " ", *draw.choices(texts, k=6)))]
+            parts += [separator, draw.choice(("", "\n", " ", *draw.choices(texts, k=5)))]
             parts += [draw.choice(added)] * draw.randint(0, 1) + [draw.choice(("", "\n", "  ", draw.choice(texts)))]
         found.append("".join(parts))
     return found
 
 
 def differing(
-    texts: Sequence[str], one: Callable[[str], Sequence[int]], other: Callable[[str], Sequence[int]]
+    texts: Iterable[str], one: Callable[[str], Iterable[int]], other: Callable[[str], Iterable[int]]
 ) -> str | None:
     """The first text whose tokens are not the same, or None."""
     return next((text for text in texts if list(one(text)) != list(other(text))), None)

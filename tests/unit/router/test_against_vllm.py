@@ -1,20 +1,13 @@
-"""The prefill leg and the prompt count held against vLLM's and transformers' own code."""
+"""Both legs of a split request held against vLLM's own code."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_pd.router.chat_template import ChatTemplate, special_tokens
-from vllm_pd.router.decision import PromptKind
 from vllm_pd.router.legs import decode_body, prefill_body
-from vllm_pd.router.prompt_size import prompt_tokens
-from vllm_pd.router.prompt_tokenizer import PromptTokenizer
-from vllm_pd.router.request_fields import read_fields
-from vllm_pd.state import TokenizerFiles
 
 pytestmark = pytest.mark.vllm
 
@@ -75,45 +68,3 @@ def test_vllm_accepts_both_legs_of_a_completion(extra: dict[str, Any]) -> None:
     sampling = first.to_sampling_params(1, {})
     assert (sampling.max_tokens, sampling.min_tokens, sampling.stop) == (1, 0, [])
     assert second.kv_transfer_params == {"do_remote_prefill": True}
-
-
-TEMPLATES = [
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "{{ bos_token }}{% for m in messages %}\n  {% if loop.index0 == 1 %}\n{% break %}{% endif %}\n"
-    "{{ m['content'] | trim | tojson(indent=2) }}\n{% endfor %}",
-    "{%- if tools %}{{ tools | tojson }}{% endif -%}{% generation %}{{ messages[-1].content }}{% endgeneration %}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ flag }}",
-]
-
-
-@pytest.mark.parametrize("source", TEMPLATES)
-def test_templates_render_as_in_transformers(source: str) -> None:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    messages = [{"role": "system", "content": " <b>é</b> "}, {"role": "user", "content": "x\ny"}]
-    theirs, _ = render_jinja_template(
-        [messages], tools=[TOOL], chat_template=source, add_generation_prompt=True, bos_token="<s>", flag="on"
-    )
-    ours = ChatTemplate(source, {"bos_token": "<s>"}).render(
-        messages, tools=[TOOL], documents=None, add_generation_prompt=True, extra={"flag": "on"}
-    )
-    assert [ours] == theirs
-
-
-@pytest.mark.parametrize("content", ["hi", "Schöne Grüße, 世界! 🎉", "def f(x):\n    return x\n"])
-def test_prompts_are_counted_as_transformers_tokenizes_them(tiny_model: Path, content: str) -> None:
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(tiny_model)
-    template = theirs.chat_template or TEMPLATES[0]
-    config = (tiny_model / "tokenizer_config.json").read_bytes()
-    ours = PromptTokenizer(TokenizerFiles((tiny_model / "tokenizer.json").read_bytes(), config, template))
-    messages = [{"role": "user", "content": content}]
-    ids = theirs.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, return_dict=False)
-    chat, text = (read_fields(json.dumps(body).encode()) for body in ({"messages": messages}, {"prompt": content}))
-    assert chat is not None
-    assert text is not None
-    assert prompt_tokens(chat, PromptKind.CHAT, 64, ours) == len(ids)
-    assert prompt_tokens(text, PromptKind.COMPLETION, 64, ours) == len(theirs(content)["input_ids"])
-    assert special_tokens(config).get("eos_token") == theirs.eos_token

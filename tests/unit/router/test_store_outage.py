@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from tests.unit.router.conftest import BLOCK, LONG, SPEC, StartWorker, record, until
-from tests.unit.router.test_prompt_size import CONFIG, TEMPLATE, word_tokenizer
+from tests.unit.router.word_tokenizer import CONFIG, TEMPLATE, word_tokenizer
 from vllm_pd.graph.embedded_store import EmbeddedStore
 from vllm_pd.router.service import RouterService
 from vllm_pd.router.settings import RouterSettings

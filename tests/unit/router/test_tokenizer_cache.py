@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.router.conftest import SPEC, until
-from tests.unit.router.test_prompt_size import CONFIG, TEMPLATE, word_tokenizer
+from tests.unit.router.word_tokenizer import CONFIG, TEMPLATE, word_tokenizer
 from vllm_pd.router.tokenizer_cache import MAX_TOKENIZERS, RETRY_S, TokenizerCache
 from vllm_pd.state import TokenizerFiles
 from vllm_pd.state.memory_registry import MemoryRegistry
