@@ -131,12 +131,9 @@ class HashChain:
             keys += entry.keys
         return entry.tokens, keys
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     @property
-    def size(self) -> int:
-        """Bytes in use."""
+    def kept_bytes(self) -> int:
+        """What is kept, about."""
         return self._entries.size
 
     def _next(self, start: Start, before: _Entry | None, ids: TokenIds) -> _Entry:

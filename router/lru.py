@@ -39,9 +39,6 @@ class ByteLru(Generic[K, V]):
     def __contains__(self, key: K) -> bool:
         return key in self._entries
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     @property
     def size(self) -> int:
         """Bytes that are kept."""

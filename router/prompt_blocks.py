@@ -24,6 +24,8 @@ SHORT_BYTES = 4096
 """A text of this size is tokenized in about a millisecond by `tokenizers`, and"""
 FAST_CHARS = 16_384
 """one of this length by fastokens."""
+CHEAP_IDS = 16_384
+"""So many tokens are hashed in about a millisecond."""
 LONG_BYTES = 200_000
 """JSON of this size is too much to render at once, whatever is known of it."""
 
@@ -121,8 +123,8 @@ class PromptHasher:
             prepared = self._prepared = self._prepare(fields, kind, lora)
         except PromptUnknown:
             return True
-        if prepared.walk is None:
-            return True
+        if prepared.prompt.ids is not None or prepared.walk is None:
+            return len(prepared.prompt.ids or ()) <= CHEAP_IDS
         pieces, segments = prepared.prompt.pieces, self._tokenizer.segments
         new = sum(
             len(pieces[index])
@@ -134,7 +136,7 @@ class PromptHasher:
     @property
     def kept_bytes(self) -> int:
         """What is kept of earlier prompts, about."""
-        return self._chain.size if self._hasher is not None else 0
+        return self._chain.kept_bytes if self._hasher is not None else 0
 
     def _prepare(self, fields: RequestFields, kind: PromptKind, lora: Lora | None) -> _Prepared:
         """Everything but tokenizing and hashing what is new."""

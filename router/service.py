@@ -36,6 +36,7 @@ from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.static_probe import StaticProbe
 from vllm_pd.router.store_watch import StoreWatch
 from vllm_pd.router.tokenizer_cache import TokenizerCache
+from vllm_pd.router.tokenizer_metrics import TokenizerCollector
 from vllm_pd.router.transport import HttpServer, Upstream
 from vllm_pd.router.worker import Worker
 from vllm_pd.state.base import Registry
@@ -91,6 +92,7 @@ class RouterService:
         self.metrics = RouterMetrics(self.directory)
         override = read_tokenizer_files(Path(settings.tokenizer)) if settings.tokenizer else None
         self._tokenizers = TokenizerCache(registry, clock, override)
+        self.metrics.registry.register(TokenizerCollector(self._tokenizers))
         self.watch: IndexWatch | None = None
         self._announcements: Announcements | None = None
         self._prompts: PromptReader | None = None

@@ -88,3 +88,8 @@ class TokenSegments:
     def knows(self, piece: str, *, first: bool) -> bool:
         """Whether `ids` only has to look it up."""
         return (self._encoder.generation, first, piece) in self._known
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept, about."""
+        return self._known.size

@@ -37,9 +37,26 @@ class TokenizerCache:
         self._override = override
         self._clock = clock
         self._ready: dict[str, PromptTokenizer] = {}
+        self._past_mismatches = 0
         self._retry_at: dict[str, float] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._hashers: dict[tuple[PoolSpec, str], tuple[PromptTokenizer | None, PromptHasher]] = {}
+
+    @property
+    def ready(self) -> list[PromptTokenizer]:
+        """The tokenizers that are there."""
+        return list(self._ready.values())
+
+    @property
+    def mismatches(self) -> int:
+        """Tokenizers, past and present, for which fastokens was given up."""
+        return self._past_mismatches + sum(tokenizer.encoder.mismatches for tokenizer in self._ready.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept of earlier prompts, in all."""
+        segments = sum(tokenizer.segments.kept_bytes for tokenizer in self._ready.values())
+        return segments + sum(hasher.kept_bytes for _, hasher in self._hashers.values())
 
     def hasher(self, spec: PoolSpec, pool: PoolId, sha: str) -> PromptHasher:
         """The pool's hasher, for token ids only until its tokenizer is there.
@@ -97,7 +114,8 @@ class TokenizerCache:
             self._ready[sha] = await asyncio.to_thread(PromptTokenizer, files)
             self._retry_at.pop(sha, None)
             while len(self._ready) > MAX_TOKENIZERS:
-                del self._ready[next(iter(self._ready))]
+                dropped = self._ready.pop(next(iter(self._ready)))
+                self._past_mismatches += dropped.encoder.mismatches
         except (StoreError, ValueError, OSError) as e:
             self._retry_at[sha] = self._clock() + RETRY_S
             _log.debug("tokenizer %s is not usable: %s", sha[:12], e or "the store did not answer in time")

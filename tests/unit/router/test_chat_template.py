@@ -76,7 +76,8 @@ SOURCES = [
     "{%- if tools %}{{ tools | tojson }}{% endif -%}{% generation %}{{ messages[-1].content }}{% endgeneration %}",
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ flag }}",
     "{% for m in messages %}{{ m.nothing }}{{ m.nothing is defined }}{{ m.items() | list }}{{ m.get('role') }}"
-    "{{ loop.first }}{{ loop.previtem }}{{ loop.nextitem is defined }}{{ loop.depth }}{{ loop.cycle('a', 'b') }}{% endfor %}",
+    "{{ loop.first }}{{ loop.previtem }}{{ loop.nextitem is defined }}{{ loop.depth }}{{ loop.cycle('a', 'b') }}"
+    "{% endfor %}",
 ]
 
 

@@ -18,7 +18,7 @@ from vllm_pd.block_hash import BlockHasher, Lora, extra_keys
 from vllm_pd.router.conversation import Unknown
 from vllm_pd.router.decision import PromptKind
 from vllm_pd.router.model_folder import read_tokenizer_files
-from vllm_pd.router.prompt_blocks import LONG_BYTES, SHORT_BYTES, PromptBlocks, PromptHasher
+from vllm_pd.router.prompt_blocks import CHEAP_IDS, LONG_BYTES, SHORT_BYTES, PromptBlocks, PromptHasher
 from vllm_pd.router.prompt_tokenizer import PromptTokenizer
 from vllm_pd.router.request_fields import RequestFields, read_fields
 from vllm_pd.state import TokenizerFiles
@@ -283,8 +283,8 @@ def test_what_is_too_long_to_render_at_once_is_never_cheap(real: PromptTokenizer
     hasher = PromptHasher(SPEC, real)
     assert hasher.cheap(fields({"prompt": "x" * (SHORT_BYTES - 2)}), PromptKind.COMPLETION)
     assert not hasher.cheap(fields({"prompt": "x" * LONG_BYTES}), PromptKind.COMPLETION)
-    assert not hasher.cheap(fields({"prompt": "x" * LONG_BYTES}), PromptKind.COMPLETION)
-    assert hasher.cheap(fields({"prompt": [1] * 20_000}), PromptKind.COMPLETION)
+    assert hasher.cheap(fields({"prompt": [1] * CHEAP_IDS}), PromptKind.COMPLETION)
+    assert not hasher.cheap(fields({"prompt": [1] * (CHEAP_IDS + 1)}), PromptKind.COMPLETION)
 
 
 def test_memory_is_bounded(real: PromptTokenizer) -> None:

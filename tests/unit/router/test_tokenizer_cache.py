@@ -7,7 +7,10 @@ import pytest
 
 from tests.unit.router.conftest import SPEC, until
 from tests.unit.router.word_tokenizer import CONFIG, TEMPLATE, word_tokenizer
+from vllm_pd.router.decision import PromptKind
+from vllm_pd.router.request_fields import read_fields
 from vllm_pd.router.tokenizer_cache import MAX_TOKENIZERS, RETRY_S, TokenizerCache
+from vllm_pd.router.tokenizer_metrics import TokenizerCollector
 from vllm_pd.state import TokenizerFiles
 from vllm_pd.state.memory_registry import MemoryRegistry
 from vllm_pd.state.memory_store import MemoryStore
@@ -83,3 +86,45 @@ async def test_without_a_store_every_tokenizer_is_unknown(clock: Clock) -> None:
     assert cache.get(SPEC.id, "0" * 64) is None
     await asyncio.sleep(0)
     assert not cache._tasks
+
+
+async def test_files_that_were_given_stand_for_whatever_workers_publish(clock: Clock) -> None:
+    cache = TokenizerCache(None, clock, files(7))
+    try:
+        hasher = cache.hasher(SPEC, SPEC.id, "")
+        await until(lambda: cache.get(SPEC.id, "other") is not None, "it was built")
+        for sha in ("", "a", "b"):
+            cache.prefetch(SPEC.id, sha)
+            assert cache.get(SPEC.id, sha) is cache.get(SPEC.id, "a")
+        assert cache.hasher(SPEC, SPEC.id, "") is not hasher
+        assert len(cache.ready) == 1
+    finally:
+        await cache.close()
+
+
+async def test_a_pools_hasher_is_kept_until_its_tokenizer_comes(
+    registry: MemoryRegistry, cache: TokenizerCache
+) -> None:
+    sha = await registry.put_tokenizer(SPEC.id, files(0), 60_000)
+    first = cache.hasher(SPEC, SPEC.id, sha)
+    await until(lambda: bool(cache.ready), "it was fetched")
+    second = cache.hasher(SPEC, SPEC.id, sha)
+    assert second is not first
+    assert cache.hasher(SPEC, SPEC.id, sha) is second
+    assert cache.hasher(SPEC, SPEC.id, "") is not second
+
+
+async def test_what_tokenizers_do_is_exported(registry: MemoryRegistry, cache: TokenizerCache) -> None:
+    sha = await registry.put_tokenizer(SPEC.id, files(0), 60_000)
+    cache.prefetch(SPEC.id, sha)
+    await until(lambda: bool(cache.ready), "it was fetched")
+    body = read_fields(b'{"messages": [{"role": "user", "content": "word word"}]}')
+    assert body is not None
+    assert cache.hasher(SPEC, SPEC.id, sha).blocks(body, PromptKind.CHAT).tokens == 5
+    exported = {
+        sample.name: sample.value for metric in TokenizerCollector(cache).collect() for sample in metric.samples
+    }
+    assert exported["vllm_pd_router_tokenizers"] == 1
+    assert exported["vllm_pd_router_tokenizers_fast"] == int(cache.ready[0].encoder.fast)
+    assert exported["vllm_pd_router_tokenizer_mismatches_total"] == cache.ready[0].encoder.mismatches
+    assert exported["vllm_pd_router_prompt_cache_bytes"] > 0
