@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -86,6 +87,20 @@ def bytes_to_free(total: int, free: int, limits: Limits) -> int:
     return max(0, over_budget, min(under_floor, total))
 
 
+class Watcher(Protocol):
+    """Is told what the budget sees and does, in the budget's thread."""
+
+    def scan_begins(self) -> None: ...
+
+    def found(self, path: str) -> None:
+        """A block file, during a scan."""
+
+    def scan_ended(self) -> None:
+        """The scan has seen every file; not called for a scan that was cut short."""
+
+    def deleted(self, path: str) -> None: ...
+
+
 class SsdBudget:
     """The accountant of one folder. `admit` is called from one thread; the rest happens in a thread of its own.
 
@@ -93,11 +108,19 @@ class SsdBudget:
         root: folder to keep bounded; exists.
         limits: how.
         free_bytes: free space of the file system; replaced by tests.
+        watcher: is told of files that are there and of files that were deleted.
     """
 
-    def __init__(self, root: Path, limits: Limits, free_bytes: Callable[[Path], int] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        limits: Limits,
+        free_bytes: Callable[[Path], int] | None = None,
+        watcher: Watcher | None = None,
+    ) -> None:
         self._root = root
         self._limits = limits
+        self._watcher = watcher
         self._free_bytes = free_bytes or _free_bytes
         self._lock = threading.Lock()
         # Nothing is admitted before the first scan has shown what earlier runs left.
@@ -192,6 +215,8 @@ class SsdBudget:
     def _scan(self) -> Scan | None:
         """Walk the folder, giving way after every few entries; None when told to stop."""
         total, newest_first = 0, list[tuple[float, BlockFile]]()
+        if self._watcher is not None:
+            self._watcher.scan_begins()
         stale_before = time.time() - self._limits.stale_s
         for entries, (entry, info) in enumerate(_walk(self._root)):
             if entries % 128 == 127 and self._stopping.wait(0.001):
@@ -202,12 +227,16 @@ class SsdBudget:
                 if info.st_mtime < stale_before and _unlink(entry.path):
                     total -= info.st_blocks * 512
             elif name.endswith(BLOCK_SUFFIX):
+                if self._watcher is not None:
+                    self._watcher.found(entry.path)
                 used_at = max(info.st_atime, info.st_mtime)
                 item = (-used_at, BlockFile(used_at, entry.path, info.st_blocks * 512))
                 if len(newest_first) < self._limits.victims_per_pass:
                     heapq.heappush(newest_first, item)
                 else:
                     heapq.heappushpop(newest_first, item)
+        if self._watcher is not None:
+            self._watcher.scan_ended()
         return Scan(total, tuple(sorted(block for _, block in newest_first)))
 
     def _delete(self, candidates: tuple[BlockFile, ...], wanted: int) -> int:
@@ -218,6 +247,8 @@ class SsdBudget:
             if count % 128 == 127:
                 self._stopping.wait(0.001)
             if _unlink(block.path):
+                if self._watcher is not None:
+                    self._watcher.deleted(block.path)
                 freed += block.size
                 freed += _remove_if_empty(Path(block.path).parent)
         return freed

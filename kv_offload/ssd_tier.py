@@ -13,7 +13,11 @@ from typing import Any
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.ssd_budget import Limits, SsdBudget, default_floor
-from vllm_pd.vllm_compat import FileSystemTierManager, TierJobResult, TierTransferJob
+from vllm_pd.kv_offload.ssd_inventory import SsdInventory
+from vllm_pd.vllm_compat import FileSystemTierManager, OffloadingEvent, TierJobResult, TierTransferJob
+
+_EVENTS_PER_STEP = 1000
+"""Blocks: what an earlier run left must not hold up a step."""
 
 
 class BoundedFileTier(FileSystemTierManager):  # type: ignore[misc]
@@ -46,15 +50,19 @@ class BoundedFileTier(FileSystemTierManager):  # type: ignore[misc]
         floor = default_floor(root) if floor_bytes is None else floor_bytes
         super().__init__(root_dir=root_dir, **options)
         self._refused: list[int] = []
-        self._admitted: dict[int, int] = {}
-        self._budget = SsdBudget(root, Limits(budget_bytes, floor))
+        self._admitted: dict[int, tuple[bytes, ...]] = {}
+        self._inventory: SsdInventory | None = None
+        # vLLM's own events of this tier say what was written, but neither what was there nor what was deleted.
+        if options["offloading_spec"].kv_events_config.enable_kv_cache_events:
+            self._inventory = SsdInventory(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}")
+        self._budget = SsdBudget(root, Limits(budget_bytes, floor), watcher=self._inventory)
         self._budget.start()
 
     def submit_store(self, job_metadata: TierTransferJob) -> None:
         """Write blocks, or drop them when they do not fit: the blocks stay in the tier above."""
-        files = len(job_metadata.keys)
-        if self._budget.admit(files, self.block_size_bytes):
-            self._admitted[job_metadata.job_id] = files
+        keys = tuple(job_metadata.keys)
+        if self._budget.admit(len(keys), self.block_size_bytes):
+            self._admitted[job_metadata.job_id] = keys
             super().submit_store(job_metadata)
         else:
             self._refused.append(job_metadata.job_id)
@@ -63,9 +71,21 @@ class BoundedFileTier(FileSystemTierManager):  # type: ignore[misc]
         refused, self._refused = self._refused, []
         finished = list(super().get_finished_jobs())
         for result in finished:
-            if files := self._admitted.pop(result.job_id, 0):
-                self._budget.settle(files, self.block_size_bytes)
+            if keys := self._admitted.pop(result.job_id, ()):
+                self._budget.settle(len(keys), self.block_size_bytes)
+                if result.success and self._inventory is not None:
+                    self._inventory.written(keys)
         return [*(TierJobResult(job_id=job_id, success=False) for job_id in refused), *finished]
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Block files that came and went, a bounded number for each scheduler step."""
+        if self._inventory is None:
+            return
+        came, went = self._inventory.take_changes(_EVENTS_PER_STEP)
+        if went:
+            yield OffloadingEvent(keys=went, medium=self.medium, removed=True, locality=self.locality)
+        if came:
+            yield OffloadingEvent(keys=came, medium=self.medium, removed=False, locality=self.locality)
 
     def shutdown(self) -> None:
         self._budget.stop()

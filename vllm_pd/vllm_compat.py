@@ -292,10 +292,28 @@ INTERNALS += (
             "__init__(offloading_spec, primary_kv_view, tier_type, root_dir, n_read_threads, n_write_threads)",
             "submit_store(job_metadata)",
             "get_finished_jobs()",
+            "take_events()",
             "block_size_bytes",
+            "file_mapper",
+            "medium",
+            "locality",
             "shutdown()",
         ),
         "base of the SSD tier",
+    ),
+    Internal(
+        "OffloadingEvent",
+        f"{_OFFLOAD}.base",
+        "OffloadingEvent",
+        ("keys", "medium", "removed", "locality"),
+        "says which blocks came to the SSD tier and which went",
+    ),
+    Internal(
+        "make_offload_key",
+        f"{_OFFLOAD}.base",
+        "make_offload_key",
+        ("__call__(block_hash, group_idx)",),
+        "the key of a block file",
     ),
     Internal(
         "TierTransferJob", f"{_OFFLOAD}.tiering.base", "TransferJob", ("job_id", "keys"), "a write to the SSD tier"

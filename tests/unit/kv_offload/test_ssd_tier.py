@@ -34,10 +34,12 @@ def blocks(ids: list[int]) -> Any:
 class Engine:
     """Scheduler and worker half of one server, as far as tiers are concerned."""
 
-    def __init__(self, folder: Path, gib: float = 1.0) -> None:
+    def __init__(self, folder: Path, gib: float = 1.0, events: bool = False) -> None:
         ssd = {"path": str(folder), "gib": gib, "free_gib": 0}
         self.spec = PDTieringOffloadingSpec(
-            offloading_config({"cpu_bytes_to_use": CHUNKS * PAGE, "ssd": ssd}, bytes_per_block=PAGE)
+            offloading_config(
+                {"cpu_bytes_to_use": CHUNKS * PAGE, "ssd": ssd}, bytes_per_block=PAGE, enable_kv_cache_events=events
+            )
         )
         self.cache = strided(32, PAGE)
         self.worker = self.spec.get_worker(caches([self.cache], [[(0, PAGE)]]))
@@ -220,3 +222,40 @@ def test_the_models_identity_covers_revision_and_architecture() -> None:
     }
     assert len(identities) == 5
     assert model_identity(engine()) == model_identity(engine())
+
+
+def said(engine: Engine) -> list[tuple[bool, set[Any]]]:
+    """The storage tier's events: removed?, keys."""
+    return [(event.removed, set(event.keys)) for event in engine.tier.take_events()]
+
+
+def test_what_is_on_the_ssd_is_told_from_the_start_and_as_it_comes_and_goes(
+    start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    first = start(events=True)
+    request = first.request("a")
+    first.store(request, [1, 2, 3, 4], [0, 1, 2, 3])
+    request.finish()
+    assert said(first) == [(False, {key(1), key(2), key(3), key(4)})]
+    assert said(first) == []
+
+    again = start(events=True)
+    assert said(again) == [(False, {key(1), key(2), key(3), key(4)})]
+    # Somebody else's hand.
+    [gone] = [file for file in files(tmp_path) if file.stem == (2).to_bytes(32, "big").hex()]
+    gone.unlink()
+    (gone.parent / "no block.bin").write_bytes(b"")
+    again.tier._budget.scan_and_evict()
+    assert said(again) == [(True, {key(2)})]
+    # The budget's.
+    again.tier._budget._delete(again.tier._budget._scan().oldest, 1)
+    [(removed, keys)] = said(again)
+    assert removed and len(keys) == 1
+
+
+def test_without_kv_events_the_ssd_says_nothing(start: Callable[..., Engine]) -> None:
+    engine = start()
+    request = engine.request("a")
+    engine.store(request, [1], [0])
+    request.finish()
+    assert said(engine) == []
