@@ -1,9 +1,10 @@
-"""A closed-loop HTTP load: N connections, each sending the same request again as soon as it is answered."""
+"""A closed-loop HTTP load: N connections, each sending a request again as soon as the one before is answered."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -23,8 +24,10 @@ class LoadError(Exception):
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, request: bytes, left: list[int], timings: Timings, done: asyncio.Future[None]) -> None:
-        self._request = request
+    def __init__(
+        self, requests: Sequence[bytes], left: list[int], timings: Timings, done: asyncio.Future[None]
+    ) -> None:
+        self._requests = requests
         self._left = left
         self._timings = timings
         self._done = done
@@ -52,7 +55,7 @@ class _Connection(asyncio.Protocol):
         self._first_at = 0.0
         self._length = -1
         self._sent_at = time.perf_counter()
-        self._transport.write(self._request)
+        self._transport.write(self._requests[self._left[0] % len(self._requests)])
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
@@ -100,8 +103,8 @@ def http_request(path: str, body: bytes) -> bytes:
     return head.encode() + body
 
 
-async def run_load(port: int, request: bytes, *, requests: int, connections: int) -> Timings:
-    """Send `requests` requests over `connections` connections to 127.0.0.1.
+async def run_load(port: int, request: bytes | Sequence[bytes], *, requests: int, connections: int) -> Timings:
+    """Send `requests` requests over `connections` connections to 127.0.0.1; several different ones in turn.
 
     Raises:
         LoadError: any answer was not 200, or a connection broke.
@@ -110,11 +113,12 @@ async def run_load(port: int, request: bytes, *, requests: int, connections: int
     loop = asyncio.get_running_loop()
     timings = Timings()
     left = [requests]
+    sent = [request] if isinstance(request, bytes) else request
     done: list[asyncio.Future[None]] = [loop.create_future() for _ in range(connections)]
     async with asyncio.timeout(DEADLINE_S):
         for future in done:
             await loop.create_connection(
-                lambda future=future: _Connection(request, left, timings, future),  # type: ignore[misc]
+                lambda future=future: _Connection(sent, left, timings, future),  # type: ignore[misc]
                 "127.0.0.1",
                 port,
             )

@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator
 from http import HTTPStatus
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from vllm_pd.router.decision import Reason
 from vllm_pd.router.directory import Directory
+from vllm_pd.router.histogram import Histogram, Series
 
 CLIENT_GONE = 499
 """Status counted for a client that left before its answer was complete."""
@@ -88,50 +89,47 @@ class RouterMetrics:
         self._request_seconds = Histogram(
             f"{_PREFIX}_request_seconds",
             "From the request's head to the end of its answer.",
+            _SECONDS,
+            self.registry,
             ["endpoint"],
-            buckets=_SECONDS,
-            registry=self.registry,
         )
         self._ttft = Histogram(
             f"{_PREFIX}_ttft_seconds",
             "From the request's head to the first byte of its answer's body.",
+            _SECONDS,
+            self.registry,
             ["mode"],
-            buckets=_SECONDS,
-            registry=self.registry,
         )
         self.prefill_seconds = Histogram(
             f"{_PREFIX}_prefill_leg_seconds",
             "From sending the prefill leg to its complete answer.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
+            _SECONDS,
+            self.registry,
+        ).labels()
         self.overhead_seconds = Histogram(
             f"{_PREFIX}_proxy_overhead_seconds",
             "The router's own time from a complete request body to the decode leg, without the prefill leg.",
-            buckets=_OVERHEAD,
-            registry=self.registry,
-        )
+            _OVERHEAD,
+            self.registry,
+        ).labels()
         self.ttft_error = Histogram(
             f"{_PREFIX}_ttft_prediction_error_seconds",
             "Time to the first token of a streamed answer minus its prediction.",
-            buckets=_ERROR_SECONDS,
-            registry=self.registry,
-        )
+            _ERROR_SECONDS,
+            self.registry,
+        ).labels()
         self.hashing_seconds = Histogram(
             f"{_PREFIX}_hashing_seconds",
             "Rendering, tokenizing and hashing a prompt, with the wait for a thread.",
-            buckets=_OVERHEAD,
-            registry=self.registry,
-        )
+            _OVERHEAD,
+            self.registry,
+        ).labels()
         self.lookup_seconds = Histogram(
-            f"{_PREFIX}_lookup_seconds", "One prompt in the block index.", buckets=_OVERHEAD, registry=self.registry
-        )
+            f"{_PREFIX}_lookup_seconds", "One prompt in the block index.", _OVERHEAD, self.registry
+        ).labels()
         self.scheduling_seconds = Histogram(
-            f"{_PREFIX}_scheduling_seconds",
-            "Lookup and choice of the engines.",
-            buckets=_OVERHEAD,
-            registry=self.registry,
-        )
+            f"{_PREFIX}_scheduling_seconds", "Lookup and choice of the engines.", _OVERHEAD, self.registry
+        ).labels()
         self._decisions = Counter(
             f"{_PREFIX}_decisions_total",
             "Choices of a worker for an answer, by policy and why it was that one.",
@@ -161,16 +159,16 @@ class RouterMetrics:
         self._overlap_error = Histogram(
             f"{_PREFIX}_overlap_error_blocks",
             "Blocks that came from a cache, by the worker's answer, minus those predicted.",
-            buckets=_ERROR_BLOCKS,
-            registry=self.registry,
-        )
+            _ERROR_BLOCKS,
+            self.registry,
+        ).labels()
         self._decided: dict[tuple[str, str], Counter] = {}
         self._why: dict[str, Counter] = {}
         # Every reason is there from the start, so that a rate over it is never undefined.
         self.bypass: dict[Reason, Counter] = {
             reason: self._bypass.labels(reason) for reason in Reason if reason is not Reason.SPLIT
         }
-        self._finished: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        self._finished: dict[tuple[str, int], tuple[Counter, Series]] = {}
         self.ttft_split = self._ttft.labels("split")
         self.ttft_whole = self._ttft.labels("whole")
 

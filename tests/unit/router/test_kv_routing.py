@@ -359,7 +359,7 @@ async def test_what_the_answers_say_of_cached_tokens_is_held_against_the_predict
     assert pair.cluster.metric("cached_tokens_total", source="reported") == 2 * (TURNS - 1) * BLOCK
     assert pair.cluster.metric("overlap_error_blocks_bucket", le="-1.0") == 2
     assert pair.cluster.metric("overlap_error_blocks_bucket", le="-3.0") == 0
-    assert pair.cluster.metric("ttft_prediction_error_seconds_count") == 1
+    assert pair.cluster.metric("ttft_prediction_error_seconds_bucket", le="+Inf") == 1
     page = (await pair.cluster.get("/metrics"))[1].decode()
     assert f'vllm_pd_router_index_blocks{{rank="0",tier="gpu",worker="{pair.workers[0].host_port}"}} {TURNS}.0' in page
     assert f'vllm_pd_router_index_loaded{{pool="{SPEC.id}"}} 1.0' in page
