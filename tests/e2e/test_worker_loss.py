@@ -90,6 +90,8 @@ def test_a_killed_prefill_worker_leaves_within_its_lease_and_serves_again_after_
     cluster.restart(prefill)
     assert eventually(lambda: listed(cluster) == {prefill.url, decode.url})
     assert router.ask(question("before")).text == wanted
+    # A prompt that the decode worker has not computed meanwhile.
+    assert len(router.ask(question("afterwards")).steps) == 12
     assert computed(prefill) > BLOCK
 
 
