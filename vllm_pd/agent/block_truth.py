@@ -81,12 +81,13 @@ class BlockTruth:
             tier, keys = _TIERS.get(event.medium), _keys(event.block_hashes)
             if tier is None or keys is None:
                 self.ignored += 1
-            elif isinstance(event, BlockStored):
-                everything |= self._store(event, tier, keys, before)
-            elif keys:
-                self._remove(event, tier, keys, before)
+            elif isinstance(event, BlockRemoved):
+                if keys:
+                    self._remove(event, tier, keys, before)
+                else:
+                    everything |= self._empty(tier, before)
             else:
-                everything |= self._empty(tier, before)
+                everything |= self._store(event, tier, keys, before)
         changed = self._settle(before)
         return Changes({}, True) if everything else Changes(changed)
 
@@ -139,10 +140,10 @@ class BlockTruth:
                     further[slot, key] = copies - 1
                 continue
             before.setdefault(key, mask)
-            if left := mask & ~slot:
-                masks[key] = left
-            else:
+            if mask == slot:
                 del masks[key]
+            else:
+                masks[key] = mask & ~slot
 
     def _empty(self, tier: int, before: dict[BlockKey, int]) -> bool:
         """Drop a tier; return whether that changed more blocks than are left, so that announcing anew is cheaper."""
@@ -161,13 +162,16 @@ class BlockTruth:
     def _settle(self, before: Mapping[BlockKey, int]) -> dict[BlockKey, int]:
         """The blocks whose tier bits are others than before this batch; keeps the counts."""
         changed: dict[BlockKey, int] = {}
-        masks, bits_of, blocks_with = self._masks, self._bits, self._blocks_with
+        now, bits_of = self._masks.get, self._bits
+        moves: defaultdict[int, int] = defaultdict(int)
         for key, mask in before.items():
-            old, new = bits_of[mask], bits_of[masks.get(key, 0)]
+            old, new = bits_of[mask], bits_of[now(key, 0)]
             if old != new:
                 changed[key] = new
-                blocks_with[old] -= 1
-                blocks_with[new] += 1
+                moves[old << 3 | new] += 1
+        for move, blocks in moves.items():
+            self._blocks_with[move >> 3] -= blocks
+            self._blocks_with[move & 7] += blocks
         return changed
 
     def _learn(self, tier: int, group: int, kind: str | None, before: dict[BlockKey, int]) -> tuple[int, bool]:
@@ -211,6 +215,10 @@ class _TierBits(dict[int, int]):
 
 def _keys(hashes: list[bytes | int]) -> list[BlockKey] | None:
     """The keys of block hashes; None when the hashes are integers or too short."""
+    if len(hashes) == 1:
+        # vLLM says of each evicted block by itself that it is gone.
+        block_hash = hashes[0]
+        return [block_hash[:KEY_BYTES]] if isinstance(block_hash, bytes) and len(block_hash) >= KEY_BYTES else None
     try:
         keys: list[BlockKey] = [block_hash[:KEY_BYTES] for block_hash in hashes]  # type: ignore[index]
     except TypeError:

@@ -51,7 +51,7 @@ def served_tokenizer_files(model: Any, rendering: Rendering) -> TokenizerFiles |
     if model.skip_tokenizer_init or compat.tokenizer_args_from_config(model)[0] != _MODE:
         return None
     tokenizer = compat.cached_tokenizer_from_config(model)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "to_str") or getattr(tokenizer, "split_special_tokens", False):
         logger.debug("the tokenizer of %s is none that a router can use", model.tokenizer)
         return None
