@@ -4,7 +4,8 @@ One mock worker process, one router process, one closed-loop load in this proces
 the same requests: a 20-word chat and a chat with a 30 KB body, plain and streamed, over 1 and over 16 connections.
 Ours is measured passing requests whole and splitting them over a prefill and a decode worker; `vllm-router` and
 `sglang-router` are measured too where their commands are installed. Each load runs in several rounds and the best one
-counts: other programs on the machine only ever add.
+counts: other programs on the machine only ever add. At last ours routes chats with a new turn each by an exact block
+index (`new_turns`), against the same router as a bare proxy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks import new_turns
 from benchmarks.common import Report, Target, cpu_seconds, parse_arguments, percentile, progress
 from benchmarks.load import LoadError, http_request, run_load
 from vllm_pd.graph.ports import free_port, free_ports, is_listening
@@ -36,6 +38,8 @@ WORDS = "the quick brown fox jumps over the lazy dog while seven small birds sin
 # share; a leaner data path is to bring them down.
 CPU_US = {"vllm-pd whole": (300.0, 400.0), "vllm-pd split": (600.0, 700.0)}
 ADDED_P50_US = (500.0, 700.0)
+# What finding the blocks of a new turn and placing it by them may cost, microseconds per request.
+BY_BLOCKS_US = 200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +198,9 @@ def add_differences(results: list[dict[str, Any]]) -> None:
     key = ("body", "mode", "connections")
     direct = {tuple(row[name] for name in key): row for row in results if row["router"] == "direct"}
     for row in results:
-        base = direct[tuple(row[name] for name in key)]
+        base = direct.get(tuple(row[name] for name in key))
         for figure in ("p50_us", "p99_us"):
-            row[f"added_{figure}"] = row[figure] - base[figure] if row is not base else None
+            row[f"added_{figure}"] = row[figure] - base[figure] if base is not None and row is not base else None
 
 
 def targets(results: Sequence[dict[str, Any]]) -> list[Target]:
@@ -216,6 +220,11 @@ def targets(results: Sequence[dict[str, Any]]) -> list[Target]:
             out.append(Target.at_most(title, value(name, "cpu_us", body, 16), limits[index]))
         title = f"vllm-pd whole, {body}, 1 connection: added p50 microseconds"
         out.append(Target.at_most(title, value("vllm-pd whole", "added_p50_us", body, 1), ADDED_P50_US[index]))
+    with_blocks, bare = (
+        value(name, "cpu_us", "new turn", new_turns.CONNECTIONS) for name in (new_turns.KV, new_turns.BARE)
+    )
+    more = with_blocks - bare if with_blocks is not None and bare is not None else None
+    out.append(Target.at_most("routing by blocks, new turn: CPU microseconds more than bare", more, BY_BLOCKS_US))
     return out
 
 
@@ -246,6 +255,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if contender.name == "direct" or contender.name.startswith("vllm-pd"):
                     raise
                 report.notes.append(f"{contender.name} was not measured: {e}")
+        progress("new turns")
+        report.results += new_turns.measure(
+            workers, logs, rounds=3 if arguments.quick else 8, requests=400 if arguments.quick else 1000
+        )
     add_differences(report.results)
     report.targets = targets(report.results)
     report.show(as_json=arguments.json)

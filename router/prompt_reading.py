@@ -26,7 +26,7 @@ from vllm_pd.state.base import PoolId, WorkerRecord
 THREADS = 2
 MAX_HASHING = 64
 """Prompts that wait for a thread or are in one; what comes beyond is placed by load."""
-DEADLINE_S = 0.5
+DEADLINE_S = 1.0
 _BYTES_PER_TOKEN = 4
 _COUNTED_BYTES_PER_TOKEN = 32
 """Where nothing is looked up, only prompts that could be under one block are worth counting."""

@@ -1,4 +1,4 @@
-"""Whether the router is worth sending requests to: a worker that decodes is known, and after a start the index too."""
+"""Whether the router is worth sending requests to: a worker that decodes is known, after a start also the index."""
 
 from __future__ import annotations
 
@@ -17,16 +17,25 @@ _log = logging.getLogger(__name__)
 
 
 class Readiness:
-    """Says what is missing. The index is waited for once: a pool that joins later never takes a router out of service.
+    """Says what is missing. Index and tokenizers are waited for once: a pool that joins later never takes a router out
+    of service.
 
     Args:
         index: None where the router does not wait for one.
+        loading: whether tokenizers are being loaded.
         clock: monotonic seconds.
     """
 
-    def __init__(self, directory: Directory, index: IndexWatch | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        index: IndexWatch | None,
+        loading: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
         self._directory = directory
         self._index = index
+        self._loading = loading
         self._clock = clock
         self._since: float | None = None
 
@@ -39,7 +48,7 @@ class Readiness:
         if not mirrors:
             return ""
         loading = [mirror for mirror in mirrors if not mirror.loaded]
-        if not loading:
+        if not loading and not self._loading():
             self._index = None
             return ""
         now = self._clock()
@@ -51,4 +60,5 @@ class Readiness:
             self._index = None
             return ""
         cause = f" ({problem.rstrip('.')})" if problem else ""
-        return f"The block index is being loaded{cause}; start the router with --serve-before-index not to wait for it."
+        what = "block index is" if loading else "tokenizers are"
+        return f"The {what} being loaded{cause}; start the router with --serve-before-index not to wait."

@@ -127,7 +127,12 @@ class RouterService:
         placer = Placer(settings, self.metrics, index=self.watch, announcements=self._announcements, clock=self._clock)
         calls = CallReader(settings, self.directory, self._prompts)
         proxy = Proxy(settings, self.directory, upstream, calls, placer, self.metrics)
-        readiness = Readiness(self.directory, None if settings.serve_before_index else self.watch, self._clock)
+        readiness = Readiness(
+            self.directory,
+            None if settings.serve_before_index else self.watch,
+            lambda: self._tokenizers.loading,
+            self._clock,
+        )
         endpoints = Endpoints(
             settings, self.directory, upstream, proxy, calls, placer, readiness, self.metrics, self._clock
         )

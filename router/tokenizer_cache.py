@@ -58,6 +58,11 @@ class TokenizerCache:
         segments = sum(tokenizer.segments.kept_bytes for tokenizer in self._ready.values())
         return segments + sum(hasher.kept_bytes for _, hasher in self._hashers.values())
 
+    @property
+    def loading(self) -> bool:
+        """Whether a tokenizer is being fetched or built."""
+        return bool(self._tasks)
+
     def hasher(self, spec: PoolSpec, pool: PoolId, sha: str) -> PromptHasher:
         """The pool's hasher, for token ids only until its tokenizer is there.
 

@@ -16,7 +16,7 @@ from tests.unit.router.fake_worker import FakeWorker, Seen, hang, status
 from vllm_pd.block_hash import BlockHasher, BlockKey, Lora, extra_keys
 from vllm_pd.router import prompt_reading
 from vllm_pd.router.prompt_blocks import PromptBlocks, PromptHasher
-from vllm_pd.state import BlockIndex, Epoch, Holder, MemoryBlockIndex, MemoryStore, Role, WorkerId
+from vllm_pd.state import BlockIndex, Epoch, Holder, MemoryBlockIndex, MemoryRegistry, MemoryStore, Role, WorkerId
 
 GPU, CPU, SSD = 1, 2, 4
 TURNS = 6
@@ -392,4 +392,26 @@ async def test_router_is_ready_once_its_index_is_loaded(
     assert (await eager.get("/ready"))[0] == 200
     gate.set()
     await joining
+    assert (await cluster.get("/ready"))[0] == 200
+
+
+async def test_router_is_ready_once_its_tokenizers_are_loaded(
+    start_cluster: StartCluster, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = asyncio.Event()
+    get = MemoryRegistry.get_tokenizer
+
+    async def late(self: MemoryRegistry, *args: Any) -> Any:
+        await gate.wait()
+        return await get(self, *args)
+
+    monkeypatch.setattr(MemoryRegistry, "get_tokenizer", late)
+    cluster = await start_cluster()
+    await cluster.join(await start_worker(), Role.BOTH, tokenizer="0" * 64)
+    code, answer = await cluster.get("/ready")
+    assert code == 503
+    assert "tokenizers are being loaded" in json.loads(answer)["reason"]
+    gate.set()
+    # It is not there: no reason to wait any longer.
+    await until(lambda: not cluster.service._tokenizers.loading, "it was looked for")
     assert (await cluster.get("/ready"))[0] == 200
