@@ -202,7 +202,8 @@ def _left_open(message: Message) -> tuple[Message, str]:
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + _MARK}, content
-    for index in reversed(range(len(content or ()))):
+    content = content or []
+    for index in reversed(range(len(content))):
         text = content[index].get("text")
         if text is not None:
             part = {**content[index], "text": text + _MARK}

@@ -12,12 +12,16 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import tokenizers
 
 from vllm_pd.router.tokenizer_proof import differing
 
-TokenIds = array  # type: ignore[type-arg]
+if TYPE_CHECKING:
+    TokenIds = array[int]
+else:
+    TokenIds = array
 """Of type code "I": four bytes a token, where a list takes 36."""
 
 NO_IDS = TokenIds("I")

@@ -178,7 +178,7 @@ class _Template:
         except TemplateFailed:
             return None
         try:
-            forms = (ContentFormat(content_format),)
+            forms: tuple[ContentFormat, ...] = (ContentFormat(content_format),)
         except ValueError:
             forms = tuple(ContentFormat) if jinja.may_loop_over_content else (ContentFormat.STRING,)
         return cls(jinja, forms)
