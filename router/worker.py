@@ -60,6 +60,8 @@ class Worker:
         self.role: Role = state.record.role
         self.engines: tuple[EngineLedger, ...] = ()
         """One for each data-parallel rank."""
+        self._reported_at: tuple[int, ...] = ()
+        self._others = (0, 0)
         self._start_engines()
         self.running = 0
         self.waiting = 0
@@ -116,7 +118,7 @@ class Worker:
             )
             for rank in range(ranks)
         )
-        self._reported_at: tuple[int, ...] = ()
+        self._reported_at = ()
         self._others = (0, 0)
 
     def _report(self, state: WorkerState, now: float) -> None:
