@@ -8,15 +8,15 @@ from math import inf
 
 from vllm_pd.block_hash import BlockKey
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Overlap, Rates
-from vllm_pd.routing.predict import cached_tokens
+from vllm_pd.routing.predict import cached_tokens, wait
 from vllm_pd.routing.rates import PrefillWork, RateLearner, Speed, prefill_work, together
 from vllm_pd.state.base import PoolId, Role
 from vllm_pd.state.block_index import Holder
 
 _OVERDUE = 0.1
 """Part of its predicted time that the request being prefilled is expected to need yet, however long it took already."""
-_BESIDE = 0.2
-"""A request that took less than this part of its predicted time was computed together with the one before it."""
+_TOGETHER = 8
+"""Requests in a row that are one observation: steps are shared, so who took which part of the time is not known."""
 _MEAN_KEEPS = 0.95
 _TYPICAL_TOKENS = 1000
 """Uncached tokens of a request of which nothing is known."""
@@ -55,8 +55,9 @@ class EngineLedger:
         "__weakref__",
         "_busy_since",
         "_decoding",
+        "_done",
+        "_done_seconds",
         "_inflight_at_report",
-        "_last_work",
         "_mean_seconds",
         "_others_at",
         "_others_requests",
@@ -112,8 +113,9 @@ class EngineLedger:
         self._decoding: dict[Hashable, _Request] = {}
         self._busy_since = 0.0
         """Since when the oldest of the queue is served: its dispatch, or the first token before it."""
-        self._last_work: tuple[PrefillWork, float] | None = None
-        """The newest observation, kept back: the next request may prove to have been part of it."""
+        self._done: PrefillWork | None = None
+        """What was computed since the queue was empty, or since the last observation, and how long it took."""
+        self._done_seconds = 0.0
         self._own_tokens = 0
         self._own_seconds = 0.0
         self._mean_seconds = self.rates.prefill(_TYPICAL_TOKENS, 0)
@@ -157,7 +159,7 @@ class EngineLedger:
 
     def prefill_queue(self, now: float) -> float:
         """Predicted seconds until the prefill work that is there is done."""
-        return max(self.free_at - now, self.least_wait)
+        return wait(self, now)
 
     @property
     def own_prefill_tokens(self) -> int:
@@ -322,27 +324,28 @@ class EngineLedger:
         self._own_tokens -= entry.new
         self._own_seconds = self._own_seconds - entry.seconds if self._queue else 0.0
         if entry is head:
-            if computed:
-                self._learn(entry, now - self._busy_since)
+            if computed and not self._others_left(self._busy_since):
+                self._learn(entry.work, now - self._busy_since)
+            else:
+                self._done = None
             self._busy_since = now
         elif computed:
             # It was computed while the head was: the head's time covers both.
             head.work = together(head.work, entry.work)
         return entry
 
-    def _learn(self, entry: _Request, seconds: float) -> None:
-        if self._others_left(self._busy_since):
-            return
-        last = self._last_work
-        if last is not None and seconds < _BESIDE * entry.seconds:
-            self._last_work = (together(last[0], entry.work), last[1] + seconds)
-            return
-        if last is not None:
-            self._speed.observe_prefill(*last)
-        self._last_work = (entry.work, seconds)
+    def _learn(self, work: PrefillWork, seconds: float) -> None:
+        if self._done is not None:
+            work, seconds = together(work, self._done), seconds + self._done_seconds
+        if self._queue and work[0] < _TOGETHER:
+            self._done, self._done_seconds = work, seconds
+        else:
+            self._done = None
+            self._speed.observe_prefill(work, seconds)
 
     def _others_left(self, now: float) -> float:
-        return max(0.0, self._others_seconds - (now - self._others_at) * self._others_share)
+        since = max(0.0, now - self._others_at)
+        return max(0.0, self._others_seconds - since * self._others_share)
 
     def _refresh(self, now: float) -> None:
         """Bring the attributes that a choice reads up to date."""

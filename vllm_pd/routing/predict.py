@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Candidate, Overlap, Overlaps
 
+LATENESS = 0.5
+"""Seconds that overdue work is expected to need yet for every second that it is overdue."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -31,8 +34,15 @@ def cached_tokens(ask: Ask, blocks: int) -> int:
 
 
 def wait(candidate: Candidate, now: float) -> float:
-    """Seconds until the prefill work that is there is done."""
-    return max(candidate.free_at - now, candidate.least_wait)
+    """Seconds until the prefill work that is there is done.
+
+    What takes longer than predicted is expected to take longer yet, the more so the longer it did: a worker whose
+    prediction failed must not look idle.
+    """
+    left, least = candidate.free_at - now, candidate.least_wait
+    if left >= least:
+        return left
+    return least + LATENESS * (least - left) if least else 0.0
 
 
 def predict(candidate: Candidate, ask: Ask, overlap: Overlap, now: float) -> Prediction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -12,19 +12,22 @@ from weakref import WeakSet
 
 from vllm_pd.routing.model import Rates
 
-_WINDOW = 64
+_WINDOW = 16
+"""Observations kept of each size of work."""
+_SIZE_STEP = 4.0
+"""Work that takes so many times as long is of another size."""
 _REFIT_EVERY = 32
 """Observations between two fits once there are many; the first ones count at once."""
 _DOUBT = 2
 """Observations that have to speak against the prior before its scale moves: one outlier is no rate."""
-_KEEP = 0.98
-"""What an observation still weighs when the next one came."""
+_KEEP = 0.95
+"""What an observation still weighs when the next one of its size came."""
 _TRUST_IN_SHAPE = 0.2
 """How many observations the prior's proportions between the terms are worth."""
-_OUTLIER = 0.3
-"""Relative error from which on an observation pulls no harder."""
+_OUTLIER = 1.5
+"""Ratio to the present fit from which on an observation pulls no harder: what is true is reached in a few fits."""
 _PASSES, _SETTLED = 3, 8
-"""Fits of reweighted least squares until so many fits were made; later the weights of the last one do."""
+"""Passes of least squares in each fit until so many fits were made; later one does."""
 _LEAST_PART, _MOST_PART = 0.0, 50.0
 """Bounds of a term in relation to the prior's proportions: none is negative, none takes everything."""
 _LEAST_SCALE, _MOST_SCALE = 1e-3, 1e4
@@ -41,7 +44,10 @@ class _Fit:
         """`own_scale`: the terms that are no slower because the others are."""
         self._prior = tuple(prior)
         self._own_scale = frozenset(own_scale)
-        self._seen: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_WINDOW)
+        self._seen: defaultdict[int, deque[tuple[tuple[float, ...], float]]] = defaultdict(
+            lambda: deque(maxlen=_WINDOW)
+        )
+        """By size of the work, so that many small ones do not push out the few large ones that tell the most."""
         self._until_refit = 1
         self._fits = 0
         self._parts = [1.0] * len(self._prior)
@@ -49,9 +55,10 @@ class _Fit:
 
     def observe(self, features: tuple[float, ...], seconds: float) -> tuple[float, ...] | None:
         """Take an observation in; the new coefficients if it was time for a fit."""
-        if seconds <= 0:
+        expected = sum(x * p for x, p in zip(features, self._prior, strict=True))
+        if seconds <= 0 or expected <= 0:
             return None
-        self._seen.append((features, seconds))
+        self._seen[int(math.log(expected, _SIZE_STEP))].append((features, seconds))
         self._until_refit -= 1
         if self._until_refit > 0:
             return None
@@ -61,35 +68,45 @@ class _Fit:
 
     def _refit(self) -> tuple[float, ...]:
         prior = self._prior
-        expected = [sum(x * p for x, p in zip(features, prior, strict=True)) for features, _ in self._seen]
-        ratios = [seconds / e for (_, seconds), e in zip(self._seen, expected, strict=True) if e > 0]
+        seen = [
+            (features, seconds, _KEEP**age)
+            for size in self._seen.values()
+            for age, (features, seconds) in enumerate(reversed(size))
+        ]
+        ratios = [seconds / sum(x * p for x, p in zip(features, prior, strict=True)) for features, seconds, _ in seen]
         scale = min(_MOST_SCALE, max(_LEAST_SCALE, median(ratios + [1.0] * _DOUBT)))
-        # The parts are relative to the scale, so they are carried over to a new one.
-        self._parts = [part * self._scale / scale for part in self._parts]
+        passes = _PASSES if self._fits < _SETTLED else 1
+        if 0.5 < scale / self._scale < 2:
+            # The parts are relative to the scale.
+            self._parts = [part * self._scale / scale for part in self._parts]
+        else:
+            self._parts = [1.0 / scale if i in self._own_scale else 1.0 for i in range(len(prior))]
+            passes = _PASSES
         self._scale = scale
-        rows = [[x * p * scale for x, p in zip(features, prior, strict=True)] for features, _ in self._seen]
-        for _ in range(_PASSES if self._fits < _SETTLED else 1):
+        rows = [
+            ([x * p * scale for x, p in zip(features, prior, strict=True)], seconds, weight)
+            for features, seconds, weight in seen
+        ]
+        for _ in range(passes):
             self._parts = self._solve(rows)
         return tuple(part * p * scale for part, p in zip(self._parts, prior, strict=True))
 
-    def _solve(self, rows: list[list[float]]) -> list[float]:
-        """One pass of reweighted least squares, drawn towards the prior, within the bounds."""
+    def _solve(self, rows: list[tuple[list[float], float, float]]) -> list[float]:
+        """One pass of least squares with outliers drawn in, itself drawn towards the prior, within the bounds."""
         terms = range(len(self._parts))
         matrix = [[0.0] * len(terms) for _ in terms]
         usual = [1.0 / self._scale if i in self._own_scale else 1.0 for i in terms]
         right = [_TRUST_IN_SHAPE * part for part in usual]
-        weight = 1.0
-        for row, (_, seconds) in zip(reversed(rows), reversed(self._seen), strict=True):
+        for row, seconds, weight in rows:
             predicted = sum(part * x for part, x in zip(self._parts, row, strict=True))
-            weight *= _KEEP
             if predicted <= 0:
                 continue
-            error = abs(seconds / predicted - 1)
-            w = weight * min(1.0, _OUTLIER / error if error else 1.0) / (predicted * predicted)
+            ratio = min(_OUTLIER, max(1 / _OUTLIER, seconds / predicted))
+            w = weight / (predicted * predicted)
             for i in terms:
                 if row[i]:
                     wx = w * row[i]
-                    right[i] += wx * seconds
+                    right[i] += wx * ratio * predicted
                     line = matrix[i]
                     for j in terms:
                         line[j] += wx * row[j]
@@ -232,7 +249,9 @@ class Speed:
         if seconds <= 0 or expected <= 0:
             return
         self._ratios.append(seconds / expected)
-        self._pool.observe_prefill(work, seconds / self._factor)
+        if self._factor == 1.0:
+            # One that is told apart says nothing about the others.
+            self._pool.observe_prefill(work, seconds)
         self._until_judged -= 1
         if self._until_judged <= 0:
             self._until_judged = _JUDGED_BY // 2

@@ -40,7 +40,8 @@ def test_a_request_that_takes_longer_than_predicted_does_not_make_the_queue_look
     ledger = engine("a")
     send(ledger, "late", 1000, 0.0)
     send(ledger, "next", 500, 0.0)
-    assert ledger.prefill_queue(60.0) == pytest.approx(0.1 + 0.5)
+    assert ledger.prefill_queue(0.9) == pytest.approx(0.1 + 0.5)
+    assert ledger.prefill_queue(2.9) == pytest.approx(0.1 + 0.5 + 1.0)
 
 
 def test_first_token_corrects_the_prediction() -> None:

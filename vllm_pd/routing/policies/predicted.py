@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Candidate, Overlaps, Rates
-from vllm_pd.routing.predict import predict
+from vllm_pd.routing.predict import LATENESS, predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,10 @@ class Predicted:
                     cached = min(blocks + more, most) * size
                     work = rates.prefill(tokens - cached, cached) + rates.load(overlap or NO_OVERLAP)
             queue = candidate.free_at - now
-            if queue < candidate.least_wait:
-                queue = candidate.least_wait
+            least = candidate.least_wait
+            if queue < least:
+                # As in `predict.wait`.
+                queue = least + LATENESS * (least - queue) if least else 0.0
             found.append(queue + work * (weight + disturbance * candidate.decoding))
         return found
 
