@@ -81,11 +81,13 @@ class Directory:
     def serving(self, model: str | None) -> list[Worker] | None:
         """The workers that may get a request for `model`, or None if it is unknown here.
 
-        With one pool everything goes to it: adapters loaded at run time are known to its workers only. With several,
-        a request must name a model that some worker answers to. Paused and departed ones are a last resort.
+        Those that name the model get it. With one pool everything else goes there too: adapters loaded at run time are
+        known to its workers only. Paused and departed workers are a last resort.
         """
         one_pool = len(self._pools) <= 1
-        found = [worker for worker in self._workers.values() if one_pool or model in worker.record.models]
+        found = [worker for worker in self._workers.values() if model in worker.record.models]
+        if one_pool and not any(worker.role.decodes for worker in found):
+            found = list(self._workers.values())
         if self._departed and not any(worker.role.decodes for worker in found):
             everybody = [*self._workers.values(), *(worker for worker, _ in self._departed.values())]
             one_pool = len({worker.pool for worker in everybody}) <= 1

@@ -87,12 +87,14 @@ class PromptReader:
         if fields is None or kind is None:
             return PromptBlocks(body_bytes // _BYTES_PER_TOKEN, (), ENDPOINT)
         block_size = record.pool.block_size
-        why = self._why_not(worker) or ("" if demand.model in record.models else MODEL)
+        lora = _lora(demand.model, record)
+        known = demand.model in record.models and (lora is not None or demand.model not in record.loras)
+        why = self._why_not(worker) or ("" if known else MODEL)
         if why and body_bytes > _COUNTED_BYTES_PER_TOKEN * block_size:
             return PromptBlocks(max(body_bytes // _BYTES_PER_TOKEN, block_size), (), why)
         hasher = self._tokenizers.hasher(record.pool, worker.pool, record.tokenizer)
         began = time.perf_counter()
-        found = await self._hash(hasher, fields, kind, _lora(demand.model, record))
+        found = await self._hash(hasher, fields, kind, lora)
         self._metrics.hashing_seconds.observe(time.perf_counter() - began)
         if found.why_unknown:
             # Unknown counts as long, unless its very size says otherwise.
@@ -130,7 +132,6 @@ class PromptReader:
 
 
 def _lora(model: str | None, record: WorkerRecord) -> Lora | None:
-    """The adapter that a request for `model` uses, if any."""
-    if model is None or model not in record.loras:
-        return None
-    return Lora(model, record.lora_paths[record.loras.index(model)])
+    """The adapter that a request for `model` uses, if it is one whose path is known."""
+    paths = dict(zip(record.loras, record.lora_paths, strict=False))
+    return Lora(model, paths[model]) if model is not None and model in paths else None

@@ -46,7 +46,7 @@ class FakeWorker:
     """Set `hook` to answer in another way than the ordinary one, `models` to be somebody else.
 
     With `frozen` set it takes GET requests and answers none. With `gate` set, a streamed answer waits for it after its
-    first chunk. `tokenize` answers its `/tokenize`, whose requests are not recorded.
+    first chunk. `tokenize`, once set, answers its `/tokenize`, and those are not recorded.
     """
 
     def __init__(self, *, api_key: str = "", tls: ssl.SSLContext | None = None, models: tuple[str, ...] = ("m",)):
@@ -100,8 +100,8 @@ class FakeWorker:
                 await asyncio.Event().wait()
             return self._get(request)
         raw = await request.read()
-        if request.path == "/tokenize" and self.hook is None:
-            tokens = self.tokenize(json.loads(raw)) if self.tokenize is not None else None
+        if request.path == "/tokenize" and self.tokenize is not None:
+            tokens = self.tokenize(json.loads(raw))
             if tokens is None:
                 return web.json_response({"error": {"message": "no", "code": 404}}, status=404)
             return web.json_response({"count": len(tokens), "max_model_len": 2048, "tokens": tokens})

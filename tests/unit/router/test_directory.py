@@ -218,6 +218,14 @@ def test_with_one_pool_any_model_goes_to_it(directory: Directory) -> None:
     assert [w.id for w in directory.serving(None) or []] == ["a"]
 
 
+def test_adapter_goes_to_the_workers_that_name_it(directory: Directory) -> None:
+    plain = state("b")
+    tuned = replace(plain, record=replace(plain.record, models=("m", "tuned"), loras=("tuned",)))
+    directory.replace(Source.STORE, [state("a"), tuned])
+    assert [w.id for w in directory.serving("tuned") or []] == ["b"]
+    assert [w.id for w in directory.serving("m") or []] == ["a", "b"]
+
+
 def test_with_several_pools_only_workers_of_the_model_get_it(directory: Directory) -> None:
     directory.replace(Source.STORE, [state("a"), state("b", spec=OTHER)])
     assert [w.id for w in directory.serving("other") or []] == ["b"]

@@ -151,6 +151,16 @@ async def test_adapter_finds_its_own_blocks_only(start_cluster: StartCluster, st
     assert [await pair.goes_to(PROMPT, model="tuned") for _ in range(2)] == [1, 1]
 
 
+async def test_adapter_whose_path_is_not_known_claims_nothing(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    cluster = await start_cluster()
+    worker = await start_worker(models=("m", "tuned"))
+    await cluster.join(worker, Role.BOTH, loras=("tuned",))
+    assert (await cluster.post(PATH, body(PROMPT, model="tuned")))[0] == 200
+    assert cluster.metric("unknown_prompts_total", reason="unknown_model") == 1
+
+
 async def test_salted_prompt_finds_no_blocks_of_others(pair: Pair) -> None:
     await pair.holds(0, PROMPT)
     assert {await pair.goes_to(PROMPT, cache_salt="mine") for _ in range(2)} == {0, 1}

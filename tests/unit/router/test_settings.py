@@ -46,6 +46,16 @@ def test_workers_are_read_from_flags_variables_and_files(raw: object) -> None:
     )
 
 
+@pytest.mark.parametrize("raw", [["work=2", "disturbance=0"], "work=2, disturbance=0", {"work": 2, "disturbance": 0}])
+def test_weights_are_read_from_flags_variables_and_files(raw: object) -> None:
+    assert load(file={"weights": raw, **STORE}).value.weights == (("work", 2.0), ("disturbance", 0.0))
+
+
+def test_index_is_switched_by_words_or_by_yaml() -> None:
+    assert load(flags={"index": "off", **STORE}).value.index is False
+    assert load(file={"index": False, "session-header": "X-User", **STORE}).value.session_header == "x-user"
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -58,6 +68,17 @@ def test_workers_are_read_from_flags_variables_and_files(raw: object) -> None:
         ({**STORE, "log_level": "loud"}, "must be one of debug, info"),
         ({**STORE, "worker_api_key": "has space"}, "printable ASCII"),
         ({**STORE, "worker_ca": "x", "worker_insecure": True}, "contradict"),
+        ({**STORE, "policy": "predict"}, "did you mean 'predicted'"),
+        ({**STORE, "weights": ["work=x"]}, "must be NAME=VALUE"),
+        ({**STORE, "weights": ["work"]}, "must be NAME=VALUE"),
+        ({**STORE, "weights": "work=-1"}, "must be NAME=VALUE with values of at least 0"),
+        ({**STORE, "weights": "magic=1"}, "has no weight 'magic'; it has"),
+        ({**STORE, "temperature": "-1"}, "--temperature must be a number at least 0"),
+        ({**STORE, "seed": "1.5"}, "whole number"),
+        ({**STORE, "session_header": "x y"}, "must be the name of a header"),
+        ({**STORE, "tokenizer": "/no/such/path"}, "must be a file or folder that exists"),
+        ({**STORE, "index": "perhaps"}, "must be true or false"),
+        ({**STORE, "max_local_prefill_tokens": "-1"}, "must be a number at least 0"),
         ({"workers": ["http://a:1"]}, "must be URL=role"),
         ({"workers": ["http://a:1=decod"]}, "did you mean 'decode'"),
         ({"workers": ["a:1=decode"]}, "must be URL=role"),

@@ -149,6 +149,7 @@ async def test_short_chat_goes_whole_as_the_tokenizer_came_from_the_store_with_t
     registry: Registry, router: RouterService, start_worker: StartWorker
 ) -> None:
     prefill, decode = await start_worker(), await start_worker()
+    prefill.tokenize = decode.tokenize = lambda _: None
     files = TokenizerFiles(word_tokenizer(), CONFIG, TEMPLATE)
     sha = await registry.put_tokenizer(SPEC.id, files, 60_000)
     for worker, role in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
