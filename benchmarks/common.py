@@ -13,6 +13,7 @@ import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ class Target:
     def at_most(cls, name: str, value: float | None, limit: float) -> Target:
         """Reached when `value` is not above `limit`."""
         return cls(name, value, limit, value is not None and value <= limit)
+
+    @classmethod
+    def at_least(cls, name: str, value: float | None, limit: float) -> Target:
+        """Reached when `value` is not below `limit`."""
+        return cls(name, value, limit, value is not None and value >= limit)
 
 
 @dataclass(slots=True)
@@ -56,7 +62,8 @@ class Report:
             return
         about = machine()
         print(f"{self.name} on {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB\n")
-        print(table(self.results))
+        # Rows of the same kind are one table.
+        print("\n\n".join(table(list(rows)) for _, rows in groupby(self.results, key=tuple)))
         for note in self.notes:
             print(f"note: {note}")
         if self.targets:

@@ -203,7 +203,7 @@ class BlockIndexConformance:
         changes = [e.change for e in await entries(index)]
         assert [c.seq for c in changes] == list(range(1, len(changes) + 1))
         assert [c.cleared for c in changes] == [True] + [False] * (len(changes) - 1)
-        assert all(sum(map(len, c.blocks.values())) <= 512 * KEY_BYTES for c in changes)
+        assert all(sum(map(len, c.blocks.values())) <= 128 * KEY_BYTES for c in changes)
         expected = unpacked({GPU: packed([*range(10), *range(2990, 3000)]), CPU | SSD: packed(range(3000, 5000))})
         assert await held(index) == expected
         mirror = Mirror(index)

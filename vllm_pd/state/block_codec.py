@@ -18,8 +18,8 @@ from vllm_pd.state.block_index import BlockChange, Digest, Holder, Packed, Posit
 SLOTS = 2040
 """Blocks in a slab: its 32,640 bytes and the store's own few fill an allocation of 32 KiB."""
 SLAB_BYTES = SLOTS * (1 + KEY_BYTES)
-CHANGE_BLOCKS = 512
-"""Most blocks in one change: what a reader must take in at once."""
+CHANGE_BLOCKS = 128
+"""Most blocks in one change: with the number of changes in the stream it bounds the stream's memory."""
 ALL_TIERS = 7
 
 _RUN = re.compile(rb"([\x01-\x07])\1*", re.DOTALL)

@@ -22,12 +22,9 @@ from vllm_pd.state.block_slots import BlockSlots
 from vllm_pd.state.keys import Keys, cache_name, parse_cache_name
 from vllm_pd.state.redis_calls import RedisCalls
 
-STREAM_BYTES = 64 << 20
-"""What a pool's stream may take in the store, about."""
-_STREAM_LIMITS = (4096, 65_536)
-# What the store adds to an entry.
-_ENTRY_BYTES = 100
-_CALL_CHANGES = 8
+STREAM_ENTRIES = 32_768
+"""About how many changes a pool's stream keeps: 64 MB at most, and some seconds of what a hundred busy workers do."""
+_CALL_CHANGES = 32
 _ATTEMPTS = 3
 _RENEW_SLABS = 256
 _UNLINK_KEYS = 256
@@ -106,7 +103,7 @@ class RedisBlockWriter:
             if stored.seq is None:
                 return
             entry = self._entry(BlockChange(stored.number + 1, True, {}))
-            args = (stored.seq, self._name, _LIFETIME * self._ttl_ms, _longest_stream(entry), entry)
+            args = (stored.seq, self._name, _LIFETIME * self._ttl_ms, STREAM_ENTRIES, entry)
             async with self._calls.answer():
                 removed = await block_scripts.REMOVE.run(
                     self._calls.client, (self._cache, self._events, self._caches), args
@@ -129,7 +126,7 @@ class RedisBlockWriter:
                 begun = await block_scripts.BEGIN.run(
                     self._calls.client,
                     (self._cache, self._events, self._caches),
-                    (*args, _longest_stream(entry), entry),
+                    (*args, STREAM_ENTRIES, entry),
                 )
             if begun:
                 self._seq = seq
@@ -155,7 +152,7 @@ class RedisBlockWriter:
                 encode_digests(self._slots.digests()),
                 SLAB_BYTES,
                 _LIFETIME * self._ttl_ms,
-                _longest_stream(max(entries, key=len)),
+                STREAM_ENTRIES,
                 len(entries),
                 *entries,
             ]
@@ -229,9 +226,3 @@ class RedisBlockWriter:
             f"Somebody else writes the blocks of {self._name} to the store {self._calls.address}; let only one process "
             "serve under that address."
         )
-
-
-def _longest_stream(entry: bytes) -> int:
-    """Entries to keep when they are as long as this one."""
-    low, high = _STREAM_LIMITS
-    return min(max(STREAM_BYTES // (len(entry) + _ENTRY_BYTES), low), high)

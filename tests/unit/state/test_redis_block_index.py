@@ -242,7 +242,7 @@ async def test_memory_is_under_30_bytes_a_block_and_stays_flat(client: redis.Red
 async def test_the_stream_is_bounded_and_says_so_to_slow_readers(
     client: redis.Redis, index: RedisBlockIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_pd.state.redis_block_writer._STREAM_LIMITS", (20, 20))
+    monkeypatch.setattr("vllm_pd.state.redis_block_writer.STREAM_ENTRIES", 20)
     writer = await begun(index)
     tail = await index.tail(POOL)
     chance, truth = random.Random(1), dict[bytes, int]()
