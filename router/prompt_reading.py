@@ -88,7 +88,10 @@ class PromptReader:
             return PromptBlocks(body_bytes // _BYTES_PER_TOKEN, (), ENDPOINT)
         block_size = record.pool.block_size
         lora = _lora(demand.model, record)
-        known = demand.model in record.models and (lora is not None or demand.model not in record.loras)
+        # One that names no model gets the base model.
+        known = not demand.model or (
+            demand.model in record.models and (lora is not None or demand.model not in record.loras)
+        )
         why = self._why_not(worker) or ("" if known else MODEL)
         if why and body_bytes > _COUNTED_BYTES_PER_TOKEN * block_size:
             return PromptBlocks(max(body_bytes // _BYTES_PER_TOKEN, block_size), (), why)

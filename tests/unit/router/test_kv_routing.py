@@ -151,6 +151,11 @@ async def test_adapter_finds_its_own_blocks_only(start_cluster: StartCluster, st
     assert [await pair.goes_to(PROMPT, model="tuned") for _ in range(2)] == [1, 1]
 
 
+async def test_request_without_a_model_is_one_for_the_base_model(pair: Pair) -> None:
+    await pair.holds(1, PROMPT)
+    assert [await pair.goes_to(PROMPT, model=None) for _ in range(2)] == [1, 1]
+
+
 async def test_adapter_whose_path_is_not_known_claims_nothing(
     start_cluster: StartCluster, start_worker: StartWorker
 ) -> None:
