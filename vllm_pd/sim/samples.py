@@ -66,10 +66,12 @@ def measure(url: str, *, longest: int = 2048, seed: int = 0) -> tuple[list[Prefi
     prefills: list[PrefillSample] = []
     for part in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1):
         prompt = tokens(max(16, int(longest * part)))
-        for _ in range(2):
-            first, _, cached = worker.ask(prompt)
+        first, _, _ = worker.ask(prompt)
+        prefills.append(PrefillSample(len(prompt), 0, first))
+        prompt = prompt[: len(prompt) * 3 // 4] + tokens(len(prompt) // 4)
+        first, _, cached = worker.ask(prompt)
+        if cached is not None:
             prefills.append(PrefillSample(len(prompt) - cached, cached, first))
-            prompt = prompt[: len(prompt) * 3 // 4] + tokens(len(prompt) // 4)
     steps: list[StepSample] = []
     for running in _RUNNING:
         with ThreadPoolExecutor(running) as pool:
@@ -89,13 +91,13 @@ class _Worker:
         except (ValueError, KeyError, IndexError, TypeError):
             raise PDError(f"{url}/v1/models does not list a model; is it an OpenAI-compatible worker?") from None
 
-    def ask_long(self, prompt: list[int]) -> tuple[float, float, int]:
+    def ask_long(self, prompt: list[int]) -> tuple[float, float, int | None]:
         """`ask` for an answer of some length."""
         return self.ask(prompt, _LONG_ANSWER)
 
-    def ask(self, prompt: list[int], output: int = 1) -> tuple[float, float, int]:
+    def ask(self, prompt: list[int], output: int = 1) -> tuple[float, float, int | None]:
         """Seconds to the first token, mean seconds between later ones, and cached tokens as the worker reports them
-        (`--enable-prompt-tokens-details`; 0 when it does not)."""
+        (`--enable-prompt-tokens-details`; None when it does not)."""
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": prompt,
@@ -108,7 +110,7 @@ class _Worker:
         }
         began = time.perf_counter()
         times: list[float] = []
-        cached = 0
+        cached: int | None = None
         with self._open("/v1/completions", body) as reply:
             for line in reply:
                 if not line.startswith(b"data: {"):
@@ -117,8 +119,8 @@ class _Worker:
                 if event.get("choices"):
                     times.append(time.perf_counter())
                 if event.get("usage"):
-                    details = event["usage"].get("prompt_tokens_details") or {}
-                    cached = int(details.get("cached_tokens") or 0)
+                    details = event["usage"].get("prompt_tokens_details")
+                    cached = None if details is None else int(details.get("cached_tokens") or 0)
         if not times:
             raise PDError(f"{self._url} streamed no token; see its log.")
         return times[0] - began, (times[-1] - times[0]) / max(1, output - 1), cached
