@@ -21,6 +21,8 @@ EXAMPLES = """examples:
   VLLM_PD_STORE=redis://host:6379 vllm-pd workers     who is registered, in what role and with what load
   curl ROUTER/v1/explain -d @body.json > why.json     where that request would go;
   vllm-pd explain why.json --policy all               the same with reasons, and where other policies would send it
+  vllm-pd simulate TRACE --workers 4,8                how a policy and a number of workers would do
+  vllm-pd mock-worker --count 4 --store URL           workers without a model, for tests and load
   vllm-pd store check                                 whether the index of KV blocks is what the workers say they hold
 """
 
