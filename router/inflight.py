@@ -37,7 +37,9 @@ class InflightPublisher:
     async def refresh(self) -> None:
         """Publish what is due. Never raises for a store that fails: others then see this router's work in the loads."""
         now = self._clock()
-        for workers in self._directory.pools:
+        pools = self._directory.pools
+        self._last = {workers[0].pool: self._last.get(workers[0].pool, ({}, 0.0)) for workers in pools}
+        for workers in pools:
             pool = workers[0].pool
             work = {
                 worker.id: RouterWork(
@@ -47,7 +49,7 @@ class InflightPublisher:
                 for worker in workers
                 if any(engine.queued for engine in worker.engines)
             }
-            last, at = self._last.get(pool, ({}, 0.0))
+            last, at = self._last[pool]
             if work == last and (not work or now - at < RENEW_S):
                 continue
             try:

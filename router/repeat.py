@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 async def repeat(action: Callable[[], Awaitable[None]], interval: float) -> None:
     """Call `action` every `interval` seconds until cancelled.
 
-    An error that nobody foresaw costs one round, not the task: without it the list of workers would freeze. Of equal
-    errors in a row only the first is logged.
+    An error that nobody foresaw costs one round, not the task: otherwise the list of workers, say, would freeze. Of
+    equal errors in a row only the first is logged.
     """
     last = ""
     while True:
@@ -27,5 +27,5 @@ async def repeat(action: Callable[[], Awaitable[None]], interval: float) -> None
         except Exception as e:
             if last != repr(e):
                 last = repr(e)
-                _log.exception("looking for workers failed, trying again every %g s", interval)
+                _log.exception("a background task failed, it is tried again every %g s", interval)
         await asyncio.sleep(interval)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
@@ -74,8 +74,10 @@ class _Pool:
     problem: str = ""
     workers: dict[WorkerId, _Start] = field(default_factory=dict)
     """Those whose tokens were compared."""
-    failed_with: Mapping[WorkerId, _Start] = field(default_factory=dict)
-    """The pool's workers when the problem was found; another set is another chance."""
+    starts: Mapping[WorkerId, _Start] = field(default_factory=dict)
+    """The pool's workers when it was looked at last."""
+    told: bool = False
+    """Whether the problem was logged."""
     retry_at: float = 0.0
 
 
@@ -113,33 +115,33 @@ class SelfCheck:
         """Every pool that was looked at, with its problem or ""."""
         return {pool: state.problem for pool, state in self._pools.items()}
 
-    # Tokens.
-
     async def refresh(self, pools: Sequence[tuple[Worker, ...]]) -> None:
         """Compare what has not been compared, and look at what should have been announced by now."""
         current = {workers[0].pool: workers for workers in pools}
         for pool in self._pools.keys() - current.keys():
-            del self._pools[pool]
+            self._forget(self._pools.pop(pool).starts)
         for pool, workers in current.items():
             state = self._pools.setdefault(pool, _Pool())
             starts = {worker.id: (worker.record.epoch, worker.record.tokenizer) for worker in workers}
-            if state.problem and starts != state.failed_with:
-                _log.warning("workers of pool %s have changed; its prompts are checked again", pool)
-                self._pools[pool] = state = _Pool()
-                for worker in workers:
-                    self._announcements.forget(worker.id)
-            if not state.problem and (algorithm := workers[0].record.pool.hash_algo) != SUPPORTED_ALGORITHM:
-                state.problem = (
-                    f"its workers hash blocks by {algorithm or 'an unknown algorithm'!r}; start them with "
-                    f"--prefix-caching-hash-algo {SUPPORTED_ALGORITHM}."
-                )
+            if starts != state.starts:
+                self._forget(name for name, start in state.starts.items() if starts.get(name) != start)
+                if state.problem:
+                    _log.warning("workers of pool %s have changed; its prompts are checked again", pool)
+                    self._pools[pool] = state = _Pool()
+                state.starts = starts
+                state.workers = {name: start for name, start in state.workers.items() if name in starts}
             if not state.problem:
-                state.problem = self._announcements.problem(workers)
+                state.problem = _algorithm(workers[0]) or self._announcements.problem(workers)
             if not state.problem and self._clock() >= state.retry_at:
                 await self._compare(state, workers)
-            if state.problem and not state.failed_with:
-                state.failed_with = starts
+            if state.problem and not state.told:
+                state.told = True
                 _log.error("pool %s is routed by load alone: %s", pool, state.problem)
+
+    def _forget(self, workers: Iterable[WorkerId]) -> None:
+        """These are gone, or are other processes now."""
+        for worker in workers:
+            self._announcements.forget(worker)
 
     async def _compare(self, state: _Pool, workers: Sequence[Worker]) -> None:
         for worker in workers:
@@ -197,6 +199,17 @@ class SelfCheck:
                 "--tokenizer, or start the worker without a tokenizer or chat template of its own."
             )
         return ""
+
+
+def _algorithm(worker: Worker) -> str:
+    """What is wrong with the pool's hash algorithm, or ""."""
+    algorithm = worker.record.pool.hash_algo
+    if algorithm == SUPPORTED_ALGORITHM:
+        return ""
+    return (
+        f"its workers hash blocks by {algorithm or 'an unknown algorithm'!r}; start them with "
+        f"--prefix-caching-hash-algo {SUPPORTED_ALGORITHM}."
+    )
 
 
 def _fields(body: dict[str, Any]) -> RequestFields:
