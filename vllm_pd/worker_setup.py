@@ -154,6 +154,7 @@ def _runtime_config(
         lease_s=settings.lease_s,
         models=tuple([served] if isinstance(served, str) else served),
         loras=tuple(lora.name for lora in getattr(args, "lora_modules", None) or ()),
+        lora_paths=tuple(lora.path for lora in getattr(args, "lora_modules", None) or ()),
         kv_events=kv_events,
         rendering=_rendering(args),
     )

@@ -29,7 +29,7 @@ class RuntimeConfig:
         uds: path of the Unix socket it binds instead.
         nixl_host, nixl_port: NIXL's side channel; an empty host when this worker cannot hand KV over.
         models: served model names.
-        loras: names of LoRA adapters known at start.
+        loras, lora_paths: names of LoRA adapters known at start, and where each of them is.
         kv_events: whether the engine publishes its KV events for the block index.
         rendering: flags that decide how chats become prompts.
     """
@@ -49,6 +49,7 @@ class RuntimeConfig:
     lease_s: float = DEFAULT_LEASE_S
     models: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
+    lora_paths: tuple[str, ...] = ()
     kv_events: bool = False
     rendering: Rendering = Rendering()
 

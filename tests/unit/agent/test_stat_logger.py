@@ -95,6 +95,7 @@ def config(store: EmbeddedStore, port: int, **changes: Any) -> RuntimeConfig:
         "nixl_port": 5600,
         "models": ("tiny",),
         "loras": ("adapter",),
+        "lora_paths": ("/adapters/1",),
     }
     return RuntimeConfig(**(settings | changes))
 
@@ -111,6 +112,7 @@ def test_the_worker_appears_with_the_engine_and_goes_before_the_engine_client(
     record = workers(store)[0].record
     assert (record.id, record.url) == (f"127.0.0.1:{port}", f"http://127.0.0.1:{port}")
     assert (record.role, record.models) == (Role.DECODE, ("tiny", "adapter"))
+    assert (record.loras, record.lora_paths) == (("adapter",), ("/adapters/1",))
     assert (record.engine_id, record.nixl_host, record.nixl_port) == ("engine-1", "127.0.0.1", 5600)
     assert (record.dp_size, record.kv_blocks, record.max_model_len) == (2, 256, 2048)
     assert record.pool.model == str(tiny_model)

@@ -203,8 +203,8 @@ TEMPLATES: dict[str, str] = {
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|{{ m.role }}|>\n"
     "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{{ (m.content or '').split('</think>')[-1] }}<|end|>\n{% endfor %}{{ reasoning_effort }}",
-    "strict": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}] {{ m.content.strip() }}</s>{% endfor %}",
+    "strict": "{% for m in messages %}{% if m.role == 'system' and not loop.first or loop.length > 5 %}"
+    "{{ raise_exception('too much') }}{% endif %}[{{ m.role }}] {{ m.content.strip() }}</s>{% endfor %}",
     "developers": "{% for m in messages %}{% if m.role == 'developer' %}[dev]{% endif %}"
     "{{ m.content }}|{% endfor %}{{ 'x' if add_generation_prompt }}",
     "text format though parts": "{% for m in messages %}{{ m['content'] }}{{ m.tool_call_id }}<|end|>{% endfor %}",

@@ -91,7 +91,7 @@ def test_chats_of_any_template_and_form_are_the_engines(tiny_model: Path, templa
     hasher = PromptHasher(SPEC, PromptTokenizer(engine.files()))
     seen = compare(engine, hasher, turns(draw, 50, odd=odd))
     if not odd:
-        assert seen["equal"] >= 3
+        assert seen["equal"]
         assert seen["equal"] >= KNOWN_ENOUGH * (seen["equal"] + seen["unknown"]), seen
 
 
