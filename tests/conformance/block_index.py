@@ -223,7 +223,7 @@ class BlockIndexConformance:
         assert await held(index) == {}
 
     @given(steps=st.lists(STEP, max_size=25), seed=st.integers(0, 99))
-    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     async def test_whatever_happens_readers_that_started_at_any_time_end_with_the_truth(
         self, harness: Harness, steps: list[str], seed: int
     ) -> None:
