@@ -127,6 +127,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Do what the command line says; returns the exit code."""
     from vllm_pd.sim import plot
+    from vllm_pd.sim.floor import floor
     from vllm_pd.sim.report import table
 
     if args.plot or args.html:
@@ -146,6 +147,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([report.as_dict() for report in reports]))
     else:
         print_table(table(reports))
+        least = floor(trace, configs[0].timing, configs[0].engine)
+        print(
+            f"\nEvery request alone on a worker that holds all earlier prompts: TTFT mean {least.ttft_mean:.0f}, "
+            f"p50 {least.ttft_p50:.0f}, p99 {least.ttft_p99:.0f} ms, hits {least.hits:.1%}. Times are in ms."
+        )
     if args.plot or args.html:
         name = args.trace.name if args.trace else f"{args.made_up} made-up conversations"
         title = f"{name}, {len(trace)} requests"

@@ -45,7 +45,8 @@ def test_several_processes_give_the_same_figures(capsys: pytest.CaptureFixture[s
 def test_the_table_names_each_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--policies", "all"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("policy") and len(lines) == 9
+    assert lines[0].startswith("policy") and len(lines) == 11
+    assert "holds all earlier prompts: TTFT mean" in lines[-1]
 
 
 def test_plots_are_written_and_the_page_needs_nothing_else(tmp_path: Path) -> None:

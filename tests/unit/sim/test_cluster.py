@@ -8,6 +8,7 @@ import pytest
 
 from vllm_pd.routing.policies import POLICIES
 from vllm_pd.sim.cluster import Cluster, ClusterConfig, Run
+from vllm_pd.sim.floor import floor
 from vllm_pd.sim.report import percentile, summarize, table
 from vllm_pd.sim.timing import TimingModel
 from vllm_pd.sim.trace import TraceRequest, made_key, make_trace
@@ -106,6 +107,14 @@ def test_overload_is_waited_out_and_shows() -> None:
     report = summarize(run)
     assert len(run.served) == len(TRACE) and report.makespan_s > 2 * TRACE[-1].at / 50
     assert report.utilization > 0.95
+
+
+def test_nothing_is_below_the_floor_and_a_cluster_with_room_comes_close() -> None:
+    config = ClusterConfig(workers=16, engine=EngineConfig(gpu_blocks=100_000))
+    report = summarize(Cluster(config).simulate(TRACE))
+    least = floor(TRACE, config.timing, config.engine)
+    assert least.ttft_mean <= report.ttft_mean < 1.5 * least.ttft_mean
+    assert least.ttft_p99 <= report.ttft_p99 and report.hits <= least.hits < 1.3 * report.hits
 
 
 def test_a_report_adds_up() -> None:
