@@ -155,12 +155,14 @@ def test_eviction_moves_the_next_turn(cluster: LocalCluster) -> None:
     chat = Chat(cluster, "clocks")
     first = chat.ask("Tell me the beginning")
     other = next(worker for worker in cluster.workers if worker is not first.worker)
-    # The other worker gets the first turn too, and less of it than the one that has both.
-    Endpoint(other.url, MODEL).post(CHAT, {**chat.body(), "messages": chat.messages[:1]})
     assert chat.ask("Tell me more").worker is first.worker
+    # The other worker gets the first turn too: it has some of the prefix, the first one all.
+    Endpoint(other.url, MODEL).post(CHAT, {**chat.body(), "messages": chat.messages[:1]})
+    here, there = (worker.url.removeprefix("http://") for worker in (first.worker, other))
+    until(lambda: 0 < chat.overlaps()[there] < chat.overlaps()[here], chat.explained)
+    assert chat.ask("Tell me even more").worker is first.worker
     reset(first.worker)
-    name = first.worker.url.removeprefix("http://")
-    until(lambda: chat.overlaps()[name] == 0, chat.explained)
+    until(lambda: chat.overlaps()[here] == 0, chat.explained)
     chat.prompt = 0
     moved = chat.ask("Tell me the end")
     assert moved.worker is other

@@ -29,9 +29,12 @@ def files(tiny_model: Path) -> TokenizerFiles:
     return read_tokenizer_files(tiny_model)
 
 
+_built: dict[str, PromptTokenizer] = {}
+
+
 def like(files: TokenizerFiles) -> Tokenize:
     """`/tokenize` of a worker that has these files."""
-    tokenizer = PromptTokenizer(files)
+    tokenizer = _built.get(files.sha) or _built.setdefault(files.sha, PromptTokenizer(files))
 
     def tokenize(request: dict[str, Any]) -> list[int]:
         if "messages" not in request:
