@@ -40,3 +40,14 @@ def test_cpu_time_of_a_process_grows_with_its_work() -> None:
         sum(range(10_000))
     with pytest.raises(OSError):
         cpu_seconds(2**22 + 1)
+
+
+def test_a_target_may_be_a_least_value() -> None:
+    assert Target.at_least("x", 2.0, 2.0).ok
+    assert not Target.at_least("x", 1.9, 2.0).ok
+    assert not Target.at_least("x", None, 2.0).ok
+
+
+def test_rows_of_another_kind_are_another_table(capsys: pytest.CaptureFixture[str]) -> None:
+    Report("b", [{"a": 1}, {"a": 2}, {"other": 3}]).show(as_json=False)
+    assert capsys.readouterr().out.endswith("a\n-\n1\n2\n\nother\n-----\n    3\n")
