@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from vllm_pd.block_hash import BlockHasher, BlockKey, ExtraKeys, Lora, extra_keys
 from vllm_pd.router.conversation import PromptUnknown, Unknown
@@ -115,8 +115,9 @@ class PromptHasher:
 
         What is found out here is kept for the call of `blocks` with the same arguments that follows.
         """
-        raw = fields.messages if kind is PromptKind.CHAT else fields.prompt
-        size = 0 if isinstance(raw, UnsetType) else memoryview(raw).nbytes
+        size = (
+            _size(fields.messages, fields.tools, fields.documents) if kind is PromptKind.CHAT else _size(fields.prompt)
+        )
         if size <= SHORT_BYTES or size > LONG_BYTES or self._tokenizer is None or self._hasher is None:
             return size <= LONG_BYTES
         try:
@@ -171,12 +172,12 @@ class PromptHasher:
 
 def estimated_tokens(fields: RequestFields) -> int:
     """A guess at a prompt's length, from its size."""
-    size = sum(
-        memoryview(raw).nbytes
-        for raw in (fields.prompt, fields.messages, fields.tools)
-        if not isinstance(raw, UnsetType)
-    )
-    return size // _BYTES_PER_TOKEN
+    return _size(fields.prompt, fields.messages, fields.tools) // _BYTES_PER_TOKEN
+
+
+def _size(*parts: Raw | UnsetType) -> int:
+    """Bytes of JSON."""
+    return sum(memoryview(part).nbytes for part in parts if not isinstance(part, UnsetType))
 
 
 def _refuse_what_changes_the_prompt(fields: RequestFields, kind: PromptKind) -> None:
