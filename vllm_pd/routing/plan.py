@@ -128,6 +128,10 @@ class _Partners:
         self._cost = cost
         self._found: dict[tuple[PoolId, WorkerId | None], _Partner | None] = {}
 
+    def of_pool(self, pool: PoolId) -> _Partner | None:
+        """For all of the pool but that worker itself."""
+        return self._among(pool, None)
+
     def of(self, decoder: Candidate) -> _Partner | None:
         found = self._among(decoder.pool, None)
         if found is not None and found.candidate.holder.worker == decoder.holder.worker:
@@ -162,6 +166,7 @@ class _DecodeLeg:
         self._now = now
         self._rule = rule
         self._partners = partners
+        self._longest_local = max(ask.block_size - 1, rule.max_local_tokens)
         self._steps = ask.output_tokens or _USUAL_ANSWER
 
     def whole(self, decoder: Candidate) -> str:
@@ -170,8 +175,7 @@ class _DecodeLeg:
         if partner is None:
             return "no prefill worker"
         held = overlap_on(decoder, self._ask, self._overlaps).blocks
-        new = self._ask.tokens - cached_tokens(self._ask, held)
-        if new < self._ask.block_size or new <= self._rule.max_local_tokens:
+        if self._ask.tokens - cached_tokens(self._ask, held) <= self._longest_local:
             return "short"
         if self._rule.by_time and self._here(decoder) <= partner.cost + self._transfer(decoder):
             return "sooner whole"
@@ -185,14 +189,32 @@ class _DecodeLeg:
         return partner.choice.best.ttft + self._transfer(decoder)
 
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:
+        # What `_here`, `_transfer`, `_answer` and `whole` say, without a call for each of many candidates.
+        size, most, blocks = ask.block_size, ask.most_cached, ask.blocks
+        shortest, by_time, steps = ask.tokens - self._longest_local, self._rule.by_time, self._steps
+        held = overlaps.get
+        pool: PoolId | None = None
+        usual: _Partner | None = None
         found: list[float] = []
         for decoder in candidates:
-            partner = self._partners.of(decoder)
-            if partner is None or self.whole(decoder):
+            holder = decoder.holder
+            if decoder.pool != pool:
+                pool = decoder.pool
+                usual = self._partners.of_pool(pool)
+            partner = usual
+            if usual is not None and usual.candidate.holder.worker == holder.worker:
+                partner = self._partners.of(decoder)
+            overlap, rates = held(holder), decoder.rates
+            cached = gpu = 0
+            if overlap is not None:
+                cached, gpu = min(overlap.blocks, most) * size, overlap.gpu
+            if partner is None or cached >= shortest:
                 seconds = self._here(decoder)
             else:
-                seconds = partner.cost + self._transfer(decoder)
-            found.append(seconds + self._answer(decoder))
+                seconds = partner.cost + rates.transfer_base + max(0, blocks - gpu) * rates.transfer_block
+                if by_time:
+                    seconds = min(seconds, self._here(decoder))
+            found.append(seconds + steps * rates.step_sequence * decoder.inflight)
         return found
 
     def parts(
