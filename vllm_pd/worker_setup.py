@@ -138,6 +138,7 @@ def _runtime_config(
     from vllm_pd.agent import runtime
 
     served = getattr(args, "served_model_name", None) or [args.model]
+    adapters = getattr(args, "lora_modules", None) or ()
     return runtime.RuntimeConfig(
         store=settings.store,
         namespace=settings.namespace,
@@ -153,7 +154,8 @@ def _runtime_config(
         ssd_gib=settings.ssd_gib,
         lease_s=settings.lease_s,
         models=tuple([served] if isinstance(served, str) else served),
-        loras=tuple(lora.name for lora in getattr(args, "lora_modules", None) or ()),
+        loras=tuple(lora.name for lora in adapters),
+        lora_paths=tuple(lora.path for lora in adapters),
         lora_paths=tuple(lora.path for lora in getattr(args, "lora_modules", None) or ()),
         kv_events=kv_events,
         rendering=_rendering(args),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import http.server
 import threading
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.vllm
 
 from vllm_pd import vllm_compat as compat  # noqa: E402
 from vllm_pd.agent import runtime, stat_logger  # noqa: E402
+from vllm_pd.agent.kv_event_source import EventEndpoints  # noqa: E402
 from vllm_pd.agent.runtime import RuntimeConfig  # noqa: E402
 from vllm_pd.agent.tokenizer_files import Rendering  # noqa: E402
 from vllm_pd.graph.embedded_store import EmbeddedStore  # noqa: E402
@@ -96,6 +99,7 @@ def config(store: EmbeddedStore, port: int, **changes: Any) -> RuntimeConfig:
         "models": ("tiny",),
         "loras": ("adapter",),
         "lora_paths": ("/adapters/1",),
+        "lora_paths": ("/adapters/1",),
     }
     return RuntimeConfig(**(settings | changes))
 
@@ -156,3 +160,50 @@ def test_without_a_store_no_thread_is_started() -> None:
     logger.log_engine_initialized()
     logger.record(compat.SchedulerStats(), None)
     assert threading.active_count() == before
+
+
+class EngineClient:
+    """What vLLM's engine client knows of its engines' KV events."""
+
+    def __init__(self, *published: Any) -> None:
+        self._published = dict(enumerate(published))
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        return self._published
+
+
+def test_the_agent_reads_where_each_engine_really_publishes(
+    store: EmbeddedStore, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "_engine", None)
+    asked = compat.KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:5557", topic="t")
+    engine = engine_config("m")
+    engine.kv_events_config = asked
+    spec = stat_logger.agent_spec(config(store, port, kv_events=True), engine, 2)
+    assert spec.event_sources() == {}
+    client = EngineClient(asked, dataclasses.replace(asked, endpoint="tcp://*:5558", replay_endpoint="tcp://*:6558"))
+    runtime.remember_engine(client)
+    assert spec.event_sources() == {
+        0: EventEndpoints("tcp://127.0.0.1:5557", "", "t"),
+        1: EventEndpoints("tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558", "t"),
+    }
+    # An engine that connects to a collector has nothing to connect to.
+    engine.kv_events_config = dataclasses.replace(asked, endpoint="tcp://collector:5557")
+    assert spec.event_sources() == {}
+    engine.kv_events_config = asked
+    assert stat_logger.agent_spec(config(store, port), engine, 2).event_sources() == {}
+    del client
+    gc.collect()
+    assert spec.event_sources() == {}
+
+
+def test_adapters_and_the_hash_seed_are_part_of_the_record(
+    store: EmbeddedStore, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "17")
+    record = stat_logger.agent_spec(config(store, port), engine_config("m"), 1).record
+    assert (record.loras, record.lora_paths) == (("adapter",), ("/adapters/1",))
+    assert record.models == ("tiny", "adapter")
+    assert record.pool.hash_seed == "17"
+    monkeypatch.delenv("PYTHONHASHSEED")
+    assert stat_logger.agent_spec(config(store, port), engine_config("m"), 1).record.pool.hash_seed == ""

@@ -69,3 +69,11 @@ def test_the_log_line_names_role_store_and_tiers_without_a_secret() -> None:
 def test_a_worker_without_store_or_tiers_says_so() -> None:
     text = worker_setup.describe(settings.WorkerSettings(role=Role.BOTH))
     assert "no store" in text and "no KV tier" in text
+
+
+def test_what_the_agent_is_told_of_adapters_and_events() -> None:
+    adapters = [argparse.Namespace(name="a", path="/adapters/a"), argparse.Namespace(name="b", path="org/b")]
+    args = argparse.Namespace(model="m", port=8000, lora_modules=adapters)
+    told = worker_setup._runtime_config(settings.WorkerSettings(), args, None, True)
+    assert (told.loras, told.lora_paths) == (("a", "b"), ("/adapters/a", "org/b"))
+    assert told.kv_events
