@@ -7,7 +7,8 @@ what changes is then a few stretches of bytes, however many blocks they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,6 +16,7 @@ from vllm_pd.block_hash import KEY_BYTES, BlockKey
 from vllm_pd.state.block_codec import SLOTS, xor_of
 from vllm_pd.state.block_index import Digest, Packed
 
+_NOWHERE = -1
 # Stretches that lie closer than this are written as one: a command costs more than half a kilobyte in between.
 _JOIN_SLOTS = 32
 # One slot in so many is kept free, so that blocks which are replaced one by one still find stretches of free slots.
@@ -61,7 +63,7 @@ class BlockSlots:
     def apply(self, changed: Mapping[int, Packed]) -> None:
         """Take over the new tier bits of some blocks."""
         for bits, packed in changed.items():
-            keys: Iterable[BlockKey] = [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
+            keys = [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
             if bits == 0:
                 self._free(keys)
                 continue
@@ -70,7 +72,7 @@ class BlockSlots:
             for key in known:
                 del fresh[key]
             if known:
-                self._change(known, bits)
+                self._set_tiers(known, [self._slot[key] for key in known], bits)
             if fresh:
                 self._place(list(fresh), bits)
 
@@ -84,10 +86,13 @@ class BlockSlots:
                 spans.setdefault(slab, []).append((start, stop))
                 start = stop
         edges: dict[int, tuple[int, int]] = {}
-        for slot in self._dirty_tiers:
-            slab = slot // SLOTS
-            low, high = edges.get(slab, (slot, slot))
-            edges[slab] = (min(low, slot), max(high, slot))
+        dirty = sorted(self._dirty_tiers)
+        at = 0
+        while at < len(dirty):
+            slab = dirty[at] // SLOTS
+            after = bisect_left(dirty, (slab + 1) * SLOTS, at)
+            edges[slab] = (dirty[at], dirty[after - 1])
+            at = after
         self._dirty_keys, self._dirty_tiers = [], []
         new = range(self._written, self.slabs)
         self._written = self.slabs
@@ -104,28 +109,26 @@ class BlockSlots:
             writes.append(SlabWrite(slab, slab in new, tuple(stretches)))
         return writes
 
-    def _free(self, keys: Iterable[BlockKey]) -> None:
-        gone: dict[int, list[BlockKey]] = {}
-        tiers, slots = self._tiers, self._slot
-        for key in keys:
-            slot = slots.pop(key, None)
-            if slot is None:
-                continue
-            gone.setdefault(tiers[slot], []).append(key)
-            tiers[slot] = 0
-            self._dirty_tiers.append(slot)
-        self._leave(gone)
+    def _free(self, keys: list[BlockKey]) -> None:
+        pop = self._slot.pop
+        places = [pop(key, _NOWHERE) for key in keys]
+        if _NOWHERE in places:
+            keys = [key for key, slot in zip(keys, places, strict=True) if slot != _NOWHERE]
+            places = [slot for slot in places if slot != _NOWHERE]
+        self._set_tiers(keys, places, 0)
 
-    def _change(self, keys: Iterable[BlockKey], bits: int) -> None:
-        gone: dict[int, list[BlockKey]] = {}
-        for key in keys:
-            slot = self._slot[key]
-            gone.setdefault(self._tiers[slot], []).append(key)
-            self._tiers[slot] = bits
-            self._dirty_tiers.append(slot)
-        self._leave(gone)
-        for left in gone.values():
-            self._join(left, bits)
+    def _set_tiers(self, keys: list[BlockKey], places: list[int], bits: int) -> None:
+        """State the tiers of blocks that have slots (or just had them)."""
+        tiers = self._tiers
+        was = bytes([tiers[slot] for slot in places])
+        for slot in places:
+            tiers[slot] = bits
+        self._dirty_tiers += places
+        for old in set(was):
+            these = keys if was.count(old) == len(was) else [k for k, b in zip(keys, was, strict=True) if b == old]
+            self._count(these, old, -1)
+            if bits:
+                self._count(these, bits, 1)
 
     def _place(self, keys: list[BlockKey], bits: int) -> None:
         """Give slots to blocks that have none."""
@@ -144,7 +147,7 @@ class BlockSlots:
             for slab in range(start // SLOTS + 1, (end - 1) // SLOTS + 1):
                 self._dirty_tiers += (slab * SLOTS - 1, slab * SLOTS)
             count -= end - start
-        self._join(keys, bits)
+        self._count(keys, bits, 1)
 
     def _make_room(self, count: int) -> None:
         needed = (len(self._slot) + count) * _SLACK // (_SLACK - 1)
@@ -163,13 +166,9 @@ class BlockSlots:
         self._cursor = end
         return start, end
 
-    def _leave(self, gone: Mapping[int, list[BlockKey]]) -> None:
-        for bits, keys in gone.items():
-            self._counts[bits] -= len(keys)
-            self._xors[bits] ^= xor_of(b"".join(keys))
-
-    def _join(self, keys: list[BlockKey], bits: int) -> None:
-        self._counts[bits] += len(keys)
+    def _count(self, keys: list[BlockKey], bits: int, sign: int) -> None:
+        self._counts[bits] += sign * len(keys)
+        # XOR takes out what it put in.
         self._xors[bits] ^= xor_of(b"".join(keys))
 
 
