@@ -156,7 +156,6 @@ def _runtime_config(
         models=tuple([served] if isinstance(served, str) else served),
         loras=tuple(lora.name for lora in adapters),
         lora_paths=tuple(lora.path for lora in adapters),
-        lora_paths=tuple(lora.path for lora in getattr(args, "lora_modules", None) or ()),
         kv_events=kv_events,
         rendering=_rendering(args),
     )

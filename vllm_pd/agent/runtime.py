@@ -50,7 +50,6 @@ class RuntimeConfig:
     models: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
     lora_paths: tuple[str, ...] = ()
-    lora_paths: tuple[str, ...] = ()
     kv_events: bool = False
     rendering: Rendering = Rendering()
 

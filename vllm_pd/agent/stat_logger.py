@@ -88,7 +88,6 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
         models=(config.models or (str(model.model),)) + config.loras,
         loras=config.loras,
         lora_paths=config.lora_paths,
-        lora_paths=config.lora_paths,
         engine_id=str(transfer.engine_id) if transfer is not None else "",
         nixl_host=config.nixl_host,
         nixl_port=config.nixl_port,

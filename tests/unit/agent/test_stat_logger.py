@@ -99,7 +99,6 @@ def config(store: EmbeddedStore, port: int, **changes: Any) -> RuntimeConfig:
         "models": ("tiny",),
         "loras": ("adapter",),
         "lora_paths": ("/adapters/1",),
-        "lora_paths": ("/adapters/1",),
     }
     return RuntimeConfig(**(settings | changes))
 
