@@ -16,6 +16,8 @@ OFFLOADING = "OffloadingConnector"
 LOAD_FAILURE_POLICY = "recompute"
 """A block that cannot be loaded is computed again; vLLM's default would fail the request."""
 
+_CHUNK_OPTIONS = {"blocks_per_chunk", "block_size"}
+"""Options of the tiers with which a chunk may have several blocks."""
 _NIXL_BACKENDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 
 
@@ -53,6 +55,9 @@ def child_configs(settings: s.WorkerSettings, *, nixl: bool) -> list[dict[str, A
         if settings.ssd_path:
             offload["spec_name"] = "PDTieringOffloadingSpec"
             offload["ssd"] = {"path": settings.ssd_path, "gib": settings.ssd_gib}
+        if settings.store and _CHUNK_OPTIONS & settings.offload.keys():
+            # A chunk of several blocks is otherwise announced by the hash of its last one alone.
+            offload["self_describing_kv_events"] = True
         children.append(_child(OFFLOADING, {**offload, **settings.offload}))
     if not children:
         raise SettingsError(

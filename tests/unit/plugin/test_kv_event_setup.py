@@ -158,3 +158,17 @@ def test_the_folder_goes_with_its_process_and_one_of_a_killed_process_with_the_n
     assert not own.exists()
     alive.communicate()
     assert not used.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "announced"), [({}, False), ({"eviction_policy": "arc"}, False), ({"blocks_per_chunk": 4}, True)]
+)
+def test_tiers_in_chunks_announce_each_block_of_a_chunk(options: dict[str, Any], announced: bool) -> None:
+    from vllm_pd.settings import WorkerSettings
+    from vllm_pd.transfer_config import child_configs
+
+    worker = WorkerSettings(store="redis://h:1", cpu_gib=1.0, offload=options)
+    (tiers,) = child_configs(worker, nixl=False)
+    assert tiers["kv_connector_extra_config"].get("self_describing_kv_events", False) is announced
+    (tiers,) = child_configs(WorkerSettings(cpu_gib=1.0, offload=options), nixl=False)
+    assert "self_describing_kv_events" not in tiers["kv_connector_extra_config"]
