@@ -99,20 +99,25 @@ class Placer:
         return placement
 
     def _asks(self, demand: Demand, workers: Sequence[Worker], *, split: bool, now: float) -> list[PoolAsk]:
-        decoders: dict[PoolId, list[EngineLedger]] = {}
-        prefillers: dict[PoolId, list[EngineLedger]] = {}
+        pools: dict[PoolId, tuple[list[EngineLedger], list[EngineLedger]]] = {}
+        pool: PoolId | None = None
         for worker in workers:
+            # Mostly all are of one pool.
+            if worker.pool != pool:
+                pool = worker.pool
+                decoders, prefillers = pools.setdefault(pool, ([], []))
             for engine in worker.engines:
                 if now >= engine.silent_until:
                     engine.advance(now)
-                if worker.role.decodes:
-                    decoders.setdefault(worker.pool, []).append(engine)
-                if split and worker.role.prefills and worker.record.can_transfer:
-                    prefillers.setdefault(worker.pool, []).append(engine)
+            if worker.decodes:
+                decoders += worker.engines
+            if split and worker.hands_over:
+                prefillers += worker.engines
         session = self._sessions.worker(demand.session, now) if demand.session else None
         return [
-            self._ask(demand, pool, engines, prefillers.get(pool, []), workers, session)
-            for pool, engines in decoders.items()
+            self._ask(demand, pool, decoders, prefillers, workers, session)
+            for pool, (decoders, prefillers) in pools.items()
+            if decoders
         ]
 
     def _ask(

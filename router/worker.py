@@ -35,7 +35,9 @@ class Worker:
         "_pause",
         "_reported_at",
         "_router",
+        "decodes",
         "engines",
+        "hands_over",
         "id",
         "kv_usage",
         "lease_span",
@@ -63,6 +65,9 @@ class Worker:
         self._reported_at: tuple[int, ...] = ()
         self._others = (0, 0)
         self._start_engines()
+        self.decodes = self.role.decodes
+        self.hands_over = False
+        """Whether it may prefill for other workers."""
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0
@@ -93,6 +98,8 @@ class Worker:
                 self._start_engines()
             for engine in self.engines:
                 engine.pool, engine.role = self.pool, self.role
+        self.decodes = self.role.decodes
+        self.hands_over = self.role.prefills and self.record.can_transfer
         self.lease_span = state.lease_left_ms / 1000
         self._lease_end = now + self.lease_span
         reported_at = tuple(load.at_ms for load in state.loads.values())
