@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_pd import vllm_compat as compat
+from vllm_pd.agent.kv_events import INT_HASHES_ENV
 
 logger = logging.getLogger("vllm.vllm_pd")
 
-INT_HASHES_ENV = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
-"""vLLM publishes the low 64 bits of a block hash, or with "0" the whole."""
 FOLDER_ENV = "_VLLM_PD_KV_EVENTS"
 """`<pid>:<folder>`: the folder of our own, for the child processes of the one that made it."""
 TOPIC = "vllm-pd"

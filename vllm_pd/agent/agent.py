@@ -127,12 +127,12 @@ class Agent:
             if await self._sleep(_READY_PERIOD_S):
                 return
         registry = self._open_registry()
-        if self._spec.is_registrar:
-            self._feeds = CacheFeeds(self._record, self._open_index(), self._spec.event_sources, self._spec.lease_s)
-            # Before anything that takes time: an engine keeps only so many of its last events.
-            await self._feeds.match()
-            self._read_tokenizer()
         try:
+            if self._spec.is_registrar:
+                self._feeds = CacheFeeds(self._record, self._open_index(), self._spec.event_sources, self._spec.lease_s)
+                # Before anything that takes time: an engine keeps only so many of its last events.
+                await self._feeds.match()
+                self._read_tokenizer()
             while not await self._sleep(await self._cycle(registry)):
                 pass
             await self._withdraw(registry)

@@ -8,13 +8,11 @@ import logging
 from vllm_pd.agent.block_truth import BlockTruth
 from vllm_pd.agent.index_feeder import FeedLimits, IndexFeeder
 from vllm_pd.agent.kv_event_source import EventEndpoints, KvEventSource, SourceLimits
-from vllm_pd.agent.kv_events import decode
+from vllm_pd.agent.kv_events import INT_HASHES_ENV, decode
 from vllm_pd.background import end_tasks
 from vllm_pd.state.block_index import BlockWriter, Holder
 
 logger = logging.getLogger("vllm.vllm_pd")
-
-INT_HASHES_ENV = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
 
 
 class CacheFeed:

@@ -12,6 +12,9 @@ from typing import Any
 
 import msgspec
 
+INT_HASHES_ENV = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
+"""vLLM publishes the low 64 bits of a block hash as a number, or with "0" the whole as bytes."""
+
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
     """Blocks came into a tier. GPU and CPU tiers say so once for each copy they make of a block.
