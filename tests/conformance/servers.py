@@ -100,3 +100,5 @@ SERVERS = {
     "tls": deployments.tls,
 }
 STORES = ("memory", *SERVERS)
+KINDS = ("memory", "valkey", "redis", "cluster_of_three")
+"""One store of each kind, for suites that do not depend on how it is reached."""
