@@ -50,7 +50,7 @@ def choose(
         raise ValueError("There is no candidate to choose from")
     if not ask.exact:
         overlaps = {}
-    expected = ttft or (lambda candidate, overlap: predict(candidate, ask, overlap, now).ttft)
+    expected = ttft or (lambda candidate, overlap: predict(candidate, ask, overlap, now, policy.patience).ttft)
     scores = policy.scores(ask, candidates, overlaps, now)
     chosen, reason = _pick(scores, candidates, temperature, random)
     if ask.session is not None:
@@ -73,9 +73,9 @@ def choose(
         )
 
     if not explain:
-        return Choice(chosen, scored(chosen, False), reason, policy.name)
+        return Choice(chosen, scored(chosen, False), reason, policy.name, policy.patience)
     everyone = tuple(scored(index, True) for index in range(len(candidates)))
-    return Choice(chosen, everyone[chosen], reason, policy.name, everyone)
+    return Choice(chosen, everyone[chosen], reason, policy.name, policy.patience, everyone)
 
 
 def _pick(

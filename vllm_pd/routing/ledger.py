@@ -23,7 +23,7 @@ _TYPICAL_TOKENS = 1000
 
 
 class _Request:
-    __slots__ = ("blocks", "cached", "missing", "new", "promises", "seconds", "silent", "since", "work")
+    __slots__ = ("blocks", "cached", "missing", "new", "promises", "seconds", "silent", "since", "turn", "work")
 
     def __init__(self, ask: Ask, overlap: Overlap, cached: int, silent: bool, now: float) -> None:
         self.cached = cached
@@ -38,6 +38,8 @@ class _Request:
         """Its first token is not seen: the answer comes in one piece."""
         self.missing = ask.blocks - overlap.gpu
         """Blocks to hand over if another worker prefills it."""
+        self.turn = now
+        """Of those that wait, the one with the smallest is computed next."""
         self.since = now
         """Sent; with a remote prefill: when the prefilled request was sent; later: when its first token came."""
 
@@ -81,6 +83,7 @@ class EngineLedger:
         "kv_usage",
         "last_pick",
         "least_wait",
+        "ordered",
         "pool",
         "prefill_tokens",
         "promised",
@@ -88,6 +91,7 @@ class EngineLedger:
         "role",
         "running",
         "silent_until",
+        "turns",
         "waiting",
     )
 
@@ -107,7 +111,7 @@ class EngineLedger:
         self._speed = Speed(learner)
         self.rates: Rates = self._speed.rates
         self._queue: dict[Hashable, _Request] = {}
-        """Being prefilled here or waiting for it, oldest first."""
+        """Being prefilled here or waiting for it, in the order of their turns; what is computed already is first."""
         self._remote: dict[Hashable, _Request] = {}
         """Prefilled elsewhere, without a first token."""
         self._decoding: dict[Hashable, _Request] = {}
@@ -126,6 +130,9 @@ class EngineLedger:
         self._others_at = 0.0
         self._reported_running = 0
         self._inflight_at_report = 0
+        self.ordered = False
+        """Whether the engine computes requests in the order of their turns; else it takes them as they come."""
+        self.turns: Sequence[tuple[float, float]] = ()
         self.promised: dict[BlockKey, _Request] = {}
         """Blocks that requests in the queue will leave in the cache."""
         self.free_at = 0.0
@@ -181,11 +188,14 @@ class EngineLedger:
         remote: bool = False,
         silent: bool = False,
         pick: int = 0,
-    ) -> None:
+        patience: float = 0.0,
+    ) -> float:
         """A request is placed here. `remote`: another worker prefills it, so it adds no prefill work here. `silent`:
         its first token will not be seen.
 
-        `pick` grows with every choice of the router. Raises `ValueError` for a name that is in progress here.
+        `pick` grows with every choice of the router. `patience`: the request lets those go before it that come later
+        by up to so many times its own work, if the engine is `ordered`. Returns its turn, a time on the same clock,
+        which the engine has to be told. Raises `ValueError` for a name that is in progress here.
         """
         if request in self._queue or request in self._remote or request in self._decoding:
             raise ValueError(f"Request {request!r} is on {self.holder} already; give every attempt a name of its own")
@@ -201,13 +211,15 @@ class EngineLedger:
         else:
             rates = self.rates
             entry.seconds = rates.prefill(entry.new, entry.cached) + rates.load(overlap)
+            if self.ordered:
+                entry.turn = self._turn(ask, held, now + patience * entry.seconds)
             if ask.exact:
                 entry.promises = ask.keys[held:]
                 self.promised.update(dict.fromkeys(entry.promises, entry))
             self._mean_seconds = _MEAN_KEEPS * self._mean_seconds + (1 - _MEAN_KEEPS) * entry.seconds
             if not self._queue:
                 self._busy_since = now
-            self._queue[request] = entry
+            self._enqueue(request, entry)
             self._own_tokens += entry.new
             self._own_seconds += entry.seconds
         self.active_blocks += entry.blocks
@@ -217,6 +229,21 @@ class EngineLedger:
         if pick:
             self.last_pick = pick
         self._refresh(now)
+        return entry.turn
+
+    def _turn(self, ask: Ask, held: int, turn: float) -> float:
+        """Not before the request that computes the last of its blocks that are promised."""
+        first = self.promised.get(ask.keys[held - 1]) if 0 < held <= len(ask.keys) else None
+        return max(turn, first.turn) if first is not None else turn
+
+    def _enqueue(self, request: Hashable, entry: _Request) -> None:
+        queue = self._queue
+        before = next(reversed(queue.values()), None)
+        queue[request] = entry
+        if before is not None and entry.turn < before.turn:
+            (head, computed), *waiting = queue.items()
+            waiting.sort(key=lambda item: item[1].turn)
+            self._queue = {head: computed, **dict(waiting)}
 
     def prefilled(self, request: Hashable, now: float) -> None:
         """The remote prefill of a request is done and the request is sent here. Ignored for others."""
@@ -353,6 +380,9 @@ class EngineLedger:
         left = self._others_left(now)
         self.least_wait = 0.0
         self.silent_until = inf
+        self.turns = ()
+        if self.ordered and len(self._queue) > 1:
+            self.turns = [(entry.turn, entry.seconds) for entry in self._queue.values()][1:]
         if self._queue:
             head = next(iter(self._queue.values()))
             if head.silent:

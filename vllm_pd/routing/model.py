@@ -126,6 +126,11 @@ class Candidate(Protocol):
         """Seconds that this work takes at least from any time on: more than `free_at` says once that has passed."""
 
     @property
+    def turns(self) -> Sequence[tuple[float, float]]:
+        """This router's requests that wait there and may be overtaken, in the order in which they will be computed:
+        the turn of each, and its predicted seconds. Empty where an engine takes requests as they come."""
+
+    @property
     def prefill_tokens(self) -> int:
         """Uncached prompt tokens of requests that have no first token yet, other routers' included."""
 
@@ -203,5 +208,7 @@ class Choice:
     reason: str
     """Why, in a few words: `lowest`, `session`, `tie: picked longest ago`, `temperature`, `only one`."""
     policy: str
+    patience: float = 0.0
+    """For `EngineLedger.begin`."""
     scored: tuple[Scored, ...] = ()
     """All candidates in the order given, where an explanation was asked for."""

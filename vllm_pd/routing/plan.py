@@ -161,6 +161,7 @@ class _DecodeLeg:
         self, policy: Predicted, ask: Ask, overlaps: Overlaps, now: float, rule: SplitRule, partners: _Partners
     ) -> None:
         self._policy = policy
+        self.patience = policy.patience
         self._ask = ask
         self._overlaps = overlaps
         self._now = now
@@ -185,7 +186,7 @@ class _DecodeLeg:
         """Seconds to the first token by way of this decode worker."""
         partner = self._partners.of(decoder)
         if partner is None or self.whole(decoder):
-            return predict(decoder, self._ask, overlap, self._now).ttft
+            return predict(decoder, self._ask, overlap, self._now, self.patience).ttft
         return partner.choice.best.ttft + self._transfer(decoder)
 
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Candidate, Overlap, Overlaps
@@ -45,9 +46,24 @@ def wait(candidate: Candidate, now: float) -> float:
     return least + LATENESS * (least - left) if least else 0.0
 
 
-def predict(candidate: Candidate, ask: Ask, overlap: Overlap, now: float) -> Prediction:
-    """The request computed whole on the candidate."""
+def overtaken(turns: Sequence[tuple[float, float]], turn: float) -> tuple[float, int]:
+    """Seconds of the waiting requests that a request with this turn goes before, and how many they are."""
+    seconds, count = 0.0, 0
+    for theirs, work in reversed(turns):
+        if theirs <= turn:
+            break
+        seconds += work
+        count += 1
+    return seconds, count
+
+
+def predict(candidate: Candidate, ask: Ask, overlap: Overlap, now: float, patience: float = 0.0) -> Prediction:
+    """The request computed whole on the candidate. `patience` as for `EngineLedger.begin`."""
     rates = candidate.rates
     held = overlap.blocks
     cached = cached_tokens(ask, held + candidate.promised_after(held, ask))
-    return Prediction(wait(candidate, now), rates.load(overlap), rates.prefill(ask.tokens - cached, cached))
+    load, prefill = rates.load(overlap), rates.prefill(ask.tokens - cached, cached)
+    queue = wait(candidate, now)
+    if candidate.turns:
+        queue -= overtaken(candidate.turns, now + patience * (load + prefill))[0]
+    return Prediction(queue, load, prefill)

@@ -32,6 +32,7 @@ class CandidateRecord(msgspec.Struct, frozen=True):
     role: Role
     free_at: float
     least_wait: float
+    turns: tuple[tuple[float, float], ...]
     prefill_tokens: int
     running: int
     waiting: int

@@ -95,6 +95,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--max-num-seqs", type=_positive, default=256, metavar="N", help="as of vllm serve; default: %(default)s"
     )
     engine.add_argument(
+        "--scheduling-policy",
+        choices=("priority", "fcfs"),
+        default="priority",
+        help="as of vllm serve; with fcfs the router cannot let short prompts go first; default: %(default)s",
+    )
+    engine.add_argument(
         "--timing", type=Path, metavar="FILE", help="JSON with seconds; default: the formula of Dynamo's mocker"
     )
     engine.add_argument(
@@ -213,6 +219,7 @@ def _cells(args: argparse.Namespace) -> list[ClusterConfig]:
         ssd_blocks=args.ssd_blocks,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_num_seqs=args.max_num_seqs,
+        scheduling_policy=args.scheduling_policy,
     )
     timing = _timing(args)
     clusters = [(count, 0, 0) for count in args.workers or ([] if split else [4])]

@@ -177,10 +177,11 @@ class Cluster:
         self.run.served.append(served)
         job = _Job(token, request, served, placement)
         if placement.prefiller is None:
-            self._send(placement.worker, Work(job, request.prompt, request.output, request.keys), now)
+            work = Work(job, request.prompt, request.output, request.keys, priority=placement.turn)
+            self._send(placement.worker, work, now)
             return
         served.prefiller = placement.prefiller
-        job.prefill = Work(job, request.prompt, 1, request.keys, hold=True)
+        job.prefill = Work(job, request.prompt, 1, request.keys, hold=True, priority=placement.turn)
         self._send(placement.prefiller, job.prefill, now)
 
     def _send(self, index: int, work: Work, now: float) -> None:

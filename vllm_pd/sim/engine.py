@@ -92,7 +92,13 @@ class Engine:
 
     def add(self, work: Work) -> bool:
         """Queue a request. Returns whether the step in progress should be `cut` for it: it could start sooner."""
-        self._waiting.append(work)
+        waiting = self._waiting
+        place = len(waiting)
+        if self.config.scheduling_policy == "priority":
+            # Those that hold blocks were taken before.
+            while place and waiting[place - 1].priority > work.priority and not waiting[place - 1].blocks:
+                place -= 1
+        waiting.insert(place, work)
         return len(self._waiting) == 1 and len(self._running) < self.config.max_num_seqs
 
     def release(self, work: Work) -> None:
@@ -188,7 +194,7 @@ class Engine:
                 self._schedule_need(work)
 
     def _admit(self, now: float, budget: int, prefilled: list[tuple[Work, int]]) -> None:
-        """Take requests from the waiting queue, first come first served, while budget and blocks last."""
+        """Take requests from the waiting queue, in its order, while budget and blocks last."""
         while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
             work = self._waiting[0]
             if not (self._has_room(work) if work.blocks else self._find_cached(work, now)):

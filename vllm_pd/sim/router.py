@@ -28,6 +28,8 @@ class Placement:
 
     worker: int
     prefiller: int | None = None
+    turn: float = 0.0
+    """The priority of the prompt's computation."""
 
 
 class SimRouter:
@@ -54,6 +56,7 @@ class SimRouter:
             for i, role in enumerate(roles)
         ]
         for ledger in self._ledgers:
+            ledger.ordered = engine.scheduling_policy == "priority"
             self._index.add(ledger.holder)
         self._decoders = [i for i, role in enumerate(roles) if role.decodes]
         self._prefillers = [i for i, role in enumerate(roles) if role is Role.PREFILL]
@@ -75,18 +78,20 @@ class SimRouter:
             temperature=self._temperature,
             random=self._random,
         )
-        placement = Placement(
-            self._decoders[made.decode.chosen], self._prefillers[made.prefill.chosen] if made.prefill else None
-        )
-        self._begin(placement.worker, made.decode, token, ask, now, remote=made.remote)
-        if made.prefill is not None and placement.prefiller is not None:
-            self._begin(placement.prefiller, made.prefill, token, ask, now)
+        worker, prefiller = self._decoders[made.decode.chosen], None
+        turn = self._begin(worker, made.decode, token, ask, now, remote=made.remote)
+        if made.prefill is not None:
+            prefiller = self._prefillers[made.prefill.chosen]
+            turn = self._begin(prefiller, made.prefill, token, ask, now)
+        placement = Placement(worker, prefiller, turn)
         self._placed[token] = placement, request.output
         return placement
 
-    def _begin(self, worker: int, choice: Choice, token: int, ask: Ask, now: float, *, remote: bool = False) -> None:
+    def _begin(self, worker: int, choice: Choice, token: int, ask: Ask, now: float, *, remote: bool = False) -> float:
         self._picks += 1
-        self._ledgers[worker].begin(token, ask, choice.best.overlap, now, remote=remote, pick=self._picks)
+        return self._ledgers[worker].begin(
+            token, ask, choice.best.overlap, now, remote=remote, pick=self._picks, patience=choice.patience
+        )
 
     def prefilled(self, token: int, now: float) -> None:
         """The prefill worker has answered; the request is sent on."""

@@ -19,6 +19,8 @@ class EngineConfig:
     ssd_blocks: int = 0
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
+    scheduling_policy: str = "priority"
+    """`fcfs` makes nothing of `Work.priority`."""
 
 
 class Work:
@@ -38,6 +40,7 @@ class Work:
         "named",
         "output",
         "preemptions",
+        "priority",
         "prompt",
         "remote",
         "since",
@@ -57,6 +60,7 @@ class Work:
         *,
         remote: bool = False,
         hold: bool = False,
+        priority: float = 0.0,
     ) -> None:
         """Args:
         tag: whatever the owner likes.
@@ -65,6 +69,7 @@ class Work:
         keys: of the prompt's whole blocks. The owner may append those of the answer as they become full.
         remote: another worker has computed the prompt, and its KV is fetched.
         hold: keep the blocks when finished, until `Engine.release`: another worker will fetch them.
+        priority: of those that wait, the one with the smallest is taken first; of equals the one that came first.
         """
         self.tag = tag
         self.prompt = prompt
@@ -72,6 +77,7 @@ class Work:
         self.keys = keys
         self.remote = remote
         self.hold = hold
+        self.priority = priority
         self.generated = 0
         self.tokens = prompt
         """Known tokens, as of `since` while it decodes."""

@@ -46,6 +46,6 @@ def keys(*numbers: int) -> list[BlockKey]:
     return [n.to_bytes(KEY_BYTES, "big") for n in numbers]
 
 
-def send(ledger: EngineLedger, request: str, tokens: int, now: float, held: int = 0, **how: Any) -> None:
-    """A prompt of `tokens` in blocks of 10, of which `held` are on the GPU."""
-    ledger.begin(request, Ask(tokens, 10), Overlap(held) if held else NO_OVERLAP, now, **how)
+def send(ledger: EngineLedger, request: str, tokens: int, now: float, held: int = 0, **how: Any) -> float:
+    """A prompt of `tokens` in blocks of 10, of which `held` are on the GPU. Returns its turn."""
+    return ledger.begin(request, Ask(tokens, 10), Overlap(held) if held else NO_OVERLAP, now, **how)

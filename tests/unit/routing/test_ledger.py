@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.unit.routing.engines import engine, keys, send
+from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Overlap
+from vllm_pd.routing.predict import overtaken
 
 
 def test_queue_shrinks_as_time_passes() -> None:
@@ -163,6 +165,59 @@ def test_siblings_find_the_blocks_that_the_first_is_computing() -> None:
     assert not ledger.promised
 
 
+class TestOrdered:
+    """An engine that computes waiting requests in the order of the turns that the router gives them."""
+
+    def ledger(self) -> EngineLedger:
+        return engine("a", ordered=True)
+
+    def test_short_request_goes_before_a_long_one_that_waits(self) -> None:
+        ledger = self.ledger()
+        send(ledger, "computed", 100, 0.0, patience=2.0)
+        send(ledger, "long", 5000, 0.0, patience=2.0)
+        assert overtaken(ledger.turns, 0.2) == (5.0, 1)
+        send(ledger, "short", 100, 0.0, patience=2.0)
+        assert [seconds for _, seconds in ledger.turns] == pytest.approx([0.1, 5.0])
+        assert ledger.prefill_queue(0.0) == pytest.approx(5.2)
+
+    def test_what_is_computed_already_is_not_overtaken(self) -> None:
+        ledger = self.ledger()
+        send(ledger, "long", 5000, 0.0, patience=2.0)
+        assert not ledger.turns
+        send(ledger, "short", 100, 0.0, patience=2.0)
+        ledger.first_token("long", 5.0)
+        assert ledger.prefill_queue(5.0) == pytest.approx(0.1)
+
+    def test_patience_has_an_end(self) -> None:
+        ledger = self.ledger()
+        send(ledger, "computed", 100, 0.0)
+        assert send(ledger, "long", 1000, 0.0, patience=2.0) == pytest.approx(2.0)
+        assert send(ledger, "soon", 100, 1.7, patience=2.0) == pytest.approx(1.9)
+        assert send(ledger, "late", 100, 1.9, patience=2.0) == pytest.approx(2.1)
+        assert [turn for turn, _ in ledger.turns] == pytest.approx([1.9, 2.0, 2.1])
+
+    def test_without_patience_all_come_as_they_came(self) -> None:
+        ledger = self.ledger()
+        for n, tokens in enumerate((500, 5000, 100)):
+            assert send(ledger, str(n), tokens, n * 0.01) == n * 0.01
+        assert [seconds for _, seconds in ledger.turns] == pytest.approx([5.0, 0.1])
+
+    def test_request_that_builds_on_one_that_waits_does_not_go_before_it(self) -> None:
+        ledger = self.ledger()
+        send(ledger, "computed", 100, 0.0)
+        ask = Ask(1005, 10, keys=keys(*range(100)))
+        first = ledger.begin("first", ask, NO_OVERLAP, 0.0, patience=2.0)
+        second = ledger.begin("second", ask, NO_OVERLAP, 0.0, patience=2.0)
+        assert second >= first
+        assert [seconds for _, seconds in ledger.turns] == pytest.approx([1.005, 0.005])
+
+    def test_engine_that_takes_requests_as_they_come_has_no_turns(self) -> None:
+        ledger = engine("a")
+        for name in "abc":
+            assert send(ledger, name, 1000, 3.0, patience=2.0) == 3.0
+        assert not ledger.turns
+
+
 def test_a_name_in_progress_is_an_error_and_an_unknown_one_is_ignored() -> None:
     ledger = engine("a")
     send(ledger, "r", 10, 0.0)
@@ -179,16 +234,22 @@ class DrainsToNothing(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.ledger = engine("a")
+        self.ledger = engine("a", ordered=True)
         self.now = 0.0
         self.names: list[str] = []
         self.sent = 0
 
-    @rule(tokens=st.integers(0, 5000), remote=st.booleans(), silent=st.booleans(), first=st.integers(0, 3))
-    def begin(self, tokens: int, remote: bool, silent: bool, first: int) -> None:
+    @rule(
+        tokens=st.integers(0, 5000),
+        remote=st.booleans(),
+        silent=st.booleans(),
+        first=st.integers(0, 3),
+        patience=st.sampled_from([0.0, 2.0]),
+    )
+    def begin(self, tokens: int, remote: bool, silent: bool, first: int, patience: float) -> None:
         self.sent += 1
         ask = Ask(tokens, 10, keys=keys(*range(first, first + tokens // 10)))
-        self.ledger.begin(str(self.sent), ask, NO_OVERLAP, self.now, remote=remote, silent=silent)
+        self.ledger.begin(str(self.sent), ask, NO_OVERLAP, self.now, remote=remote, silent=silent, patience=patience)
         self.names.append(str(self.sent))
 
     @rule(data=st.data(), what=st.sampled_from(["prefilled", "first_token", "finish"]))
@@ -211,6 +272,8 @@ class DrainsToNothing(RuleBasedStateMachine):
         assert ledger.inflight == len(self.names)
         assert ledger.prefill_queue(self.now) >= 0
         assert ledger.own_prefill_tokens >= 0
+        turns = [turn for turn, _ in ledger.turns]
+        assert turns == sorted(turns)
 
     def teardown(self) -> None:
         for name in self.names:

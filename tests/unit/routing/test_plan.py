@@ -138,6 +138,15 @@ def test_explanation_covers_both_legs() -> None:
     made = plan(PREDICTED, ASK, decoders, prefillers, {}, 0.0, explain=True)
     assert made.prefill is not None
     for scored in made.decode.scored:
-        assert set(scored.parts) == {"queue", "load", "prefill", "later", "disturbance", "transfer", "answer"}
+        assert set(scored.parts) == {
+            "queue",
+            "load",
+            "prefill",
+            "later",
+            "disturbance",
+            "overtaken",
+            "transfer",
+            "answer",
+        }
         assert sum(scored.parts.values()) == pytest.approx(scored.score)
     assert len(made.prefill.scored) == 2

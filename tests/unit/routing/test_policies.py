@@ -91,6 +91,17 @@ class TestPredicted:
         choice = choose(POLICIES["predicted"], ask, engines, {}, 0.0)
         assert (choice.chosen, choice.best.promised, choice.best.uncached) == (1, 10, 5)
 
+    def test_short_request_waits_only_for_what_goes_before_it(self) -> None:
+        """Both have the same work waiting, but one is an engine where a short request goes before a long one."""
+        engines = [engine("as they come"), engine("ordered", ordered=True)]
+        for each in engines:
+            send(each, "computed", 100, 0.0, patience=2.0)
+            send(each, "long", 5000, 0.0, patience=2.0)
+        choice = choose(POLICIES["predicted"], ASK, engines, {}, 0.0, explain=True)
+        assert (choice.chosen, choice.patience) == (1, 2.0)
+        assert [scored.ttft for scored in choice.scored] == pytest.approx([5.2, 0.2])
+        assert [scored.parts["overtaken"] for scored in choice.scored] == pytest.approx([0.0, 0.1])
+
     def test_sequences_that_decode_are_spared_a_long_prefill(self) -> None:
         engines = [engine("a", decoding=50), engine("b")]
         assert choose(POLICIES["predicted"], ASK, engines, {engines[0].holder: Overlap(1)}, 0.0).chosen == 1

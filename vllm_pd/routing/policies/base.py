@@ -13,6 +13,10 @@ class Policy(Protocol):
 
     name: ClassVar[str]
 
+    @property
+    def patience(self) -> float:
+        """A request lets those go before it that come later by up to so many times its own work; 0: none."""
+
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:
         """One number per candidate, the smallest is best. `overlaps` is empty if `ask.exact` is false."""
 

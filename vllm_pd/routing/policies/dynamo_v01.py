@@ -17,6 +17,7 @@ class DynamoV01:
     """
 
     name: ClassVar[str] = "dynamo-v0.1"
+    patience: ClassVar[float] = 0.0
     overlap_weight: float = 2.0
 
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:

@@ -14,6 +14,7 @@ class DynamoV04:
     """`overlap_weight` * blocks to prefill + blocks in use, both as if the request were there. 0: load only."""
 
     name: ClassVar[str] = "dynamo-v0.4"
+    patience: ClassVar[float] = 0.0
     overlap_weight: float = 1.0
 
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:

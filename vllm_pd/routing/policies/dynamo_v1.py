@@ -17,6 +17,7 @@ class DynamoV1:
     """
 
     name: ClassVar[str] = "dynamo-v1"
+    patience: ClassVar[float] = 0.0
     gpu_credit: float = 1.0
     cpu_credit: float = 0.75
     ssd_credit: float = 0.25

@@ -14,6 +14,7 @@ class LeastLoaded:
     """Requests running + `waiting_weight` * waiting; of equals the one with less of its cache in use."""
 
     name: ClassVar[str] = "least-loaded"
+    patience: ClassVar[float] = 0.0
     waiting_weight: float = 4.0
     """A waiting request delays the next one by its whole prefill, a running one only shares steps with it."""
 

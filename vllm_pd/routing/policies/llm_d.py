@@ -17,6 +17,7 @@ class LlmD:
     """
 
     name: ClassVar[str] = "llm-d"
+    patience: ClassVar[float] = 0.0
     prefix_weight: float = 3.0
     queue_weight: float = 2.0
     kv_weight: float = 2.0

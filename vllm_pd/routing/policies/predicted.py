@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Candidate, Overlaps, Rates
-from vllm_pd.routing.predict import LATENESS, predict
+from vllm_pd.routing.predict import LATENESS, overtaken, predict
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds: work queued + own work * (1 + `work`) + what it does to the sequences that decode there.
+    """Seconds: work queued before it + own work * (1 + `work`) + what that does to those that decode or wait there.
 
     Own work counts more than once because it also makes those wait who come after: with equal times to the first
     token, the cluster is better off where less has to be computed.
@@ -21,12 +21,15 @@ class Predicted:
     name: ClassVar[str] = "predicted"
     work: float = 1.0
     """How much the delay of later requests counts against one's own."""
-    disturbance: float = 0.02
+    disturbance: float = 0.05
     """How much a second of stall of one decoding sequence counts against a second of one's own waiting."""
+    patience: float = 2.0
+    """Short requests first, where engines let the router decide: a request lets those go before it that come later by
+    up to so many times its own work. 0: all in the order of arrival."""
 
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:
         tokens, size, most = ask.tokens, ask.block_size, ask.most_cached
-        weight, disturbance = 1.0 + self.work, self.disturbance
+        weight, disturbance, patience = 1.0 + self.work, self.disturbance, self.patience
         held = overlaps.get
         rates: Rates | None = None
         nothing_cached = 0.0
@@ -55,19 +58,26 @@ class Predicted:
             if queue < least:
                 # As in `predict.wait`.
                 queue = least + LATENESS * (least - queue) if least else 0.0
-            found.append(queue + work * (weight + disturbance * candidate.decoding))
+            others = disturbance * candidate.decoding
+            if candidate.turns:
+                before, delayed = overtaken(candidate.turns, now + patience * work)
+                queue -= before
+                others += delayed
+            found.append(queue + work * (weight + others))
         return found
 
     def parts(
         self, index: int, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float
     ) -> Mapping[str, float]:
         candidate = candidates[index]
-        expected = predict(candidate, ask, overlaps.get(candidate.holder, NO_OVERLAP), now)
+        expected = predict(candidate, ask, overlaps.get(candidate.holder, NO_OVERLAP), now, self.patience)
         work = expected.load + expected.prefill
+        delayed = overtaken(candidate.turns, now + self.patience * work)[1]
         return {
             "queue": expected.queue,
             "load": expected.load,
             "prefill": expected.prefill,
             "later": work * self.work,
             "disturbance": work * self.disturbance * candidate.decoding,
+            "overtaken": work * delayed,
         }

@@ -14,6 +14,7 @@ class Prefix:
     """Blocks missing; of equals the one with fewer requests."""
 
     name: ClassVar[str] = "prefix"
+    patience: ClassVar[float] = 0.0
 
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:
         blocks, held = ask.blocks, overlaps.get

@@ -14,6 +14,7 @@ class RoundRobin:
     """All are equal, and of equals the one picked longest ago is taken."""
 
     name: ClassVar[str] = "round-robin"
+    patience: ClassVar[float] = 0.0
 
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:
         return [0.0] * len(candidates)
