@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(__doc__ or "", argv)
     report = Report("tokenize")
     gc.freeze()
-    run(100 if args.quick else 500, report)
+    run(60 if args.quick else 300, report)
     report.show(as_json=args.json)
     return 0 if all(target.ok for target in report.targets) else 1
 
