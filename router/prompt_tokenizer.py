@@ -60,11 +60,11 @@ class PromptTokenizer:
         template = self.template if chat.tools is None else self._tool_template
         if template is None:
             raise PromptUnknown(Unknown.NO_TEMPLATE)
-        texts = set()
+        texts: list[str] = []
         for form in template.forms:
             messages = template_messages(chat.messages, form, developer=template.knows_developer)
             try:
-                texts.add(
+                texts.append(
                     template.jinja.render(
                         messages,
                         tools=chat.tools,
@@ -76,9 +76,9 @@ class PromptTokenizer:
                 )
             except TemplateFailed:
                 raise PromptUnknown(Unknown.REFUSED) from None
-        if len(texts) > 1:
+        if any(text != texts[0] for text in texts):
             raise PromptUnknown(Unknown.NO_TEMPLATE)
-        return texts.pop()
+        return texts[0]
 
     def around(self, *, add_special_tokens: bool) -> tuple[bytes, TokenIds]:
         """What the tokenizer puts in front of a text, as bytes of a `TokenIds`, and behind it.
