@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class Attempt:
         silent: the first byte of the answer is not its first token.
     """
 
-    __slots__ = ("_clock", "_name", "_silent", "placed", "remote")
+    __slots__ = ("_clock", "_name", "_silent", "placed", "priority", "remote")
 
     def __init__(
         self, placed: Placed, name: int, clock: Callable[[], float], *, remote: bool = False, silent: bool = False
@@ -47,8 +48,22 @@ class Attempt:
         self._name = name
         self._silent = silent
         self._clock = clock
-        overlap = placed.choice.best.overlap
-        placed.engine.begin(name, placed.ask, overlap, clock(), remote=remote, silent=silent, pick=name)
+        now = clock()
+        turn = placed.engine.begin(
+            name,
+            placed.ask,
+            placed.choice.best.overlap,
+            now,
+            remote=remote,
+            silent=silent,
+            pick=name,
+            patience=placed.choice.patience,
+        )
+        self.priority: int | None = None
+        """To tell the engine, None where it takes requests as they come. Milliseconds since 1970, so that the requests
+        of several routers mix rightly."""
+        if placed.engine.ordered and not remote:
+            self.priority = round((time.time() + turn - now) * 1000)
 
     @property
     def worker(self) -> Worker:

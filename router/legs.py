@@ -2,7 +2,7 @@
 
 Prefill leg: the client's fields with one token to generate, minus what is about the answer. Values are carried as
 raw JSON, so what shapes the prompt reaches both workers with the same bytes. Decode leg: the client's own bytes with
-the transfer parameters spliced in.
+the transfer parameters spliced in. A body for a worker that schedules by priority gets its priority.
 """
 
 from __future__ import annotations
@@ -80,6 +80,13 @@ def transfer_params(answer: bytes) -> bytes | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return raw if raw.startswith(b"{") and raw != b"{}" else None
+
+
+def prioritised_body(body: bytes, priority: int) -> bytes:
+    """The same with `priority` as the first member: one that the client has set comes later and wins. `body` must be a
+    non-empty JSON object."""
+    brace = body.index(b"{") + 1
+    return b"".join((body[:brace], b'"priority":%d,' % priority, body[brace:]))
 
 
 def decode_body(body: bytes, params: bytes) -> bytes:

@@ -25,7 +25,7 @@ from vllm_pd.router.call import Call, CallReader, Endpoint, nothing_decodes
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.explanation import DECISION_HEADER, decision_header
 from vllm_pd.router.headers import to_client, to_worker
-from vllm_pd.router.legs import decode_body, prefill_body, transfer_params
+from vllm_pd.router.legs import decode_body, prefill_body, prioritised_body, transfer_params
 from vllm_pd.router.metrics import RouterMetrics, status_name
 from vllm_pd.router.placement import Placement, Placer
 from vllm_pd.router.replies import send_error, sse_error
@@ -148,6 +148,8 @@ class Proxy:
         deadline = self._settings.prefill_timeout
         answer: UpstreamResponse | None = None
         attempt = self._placer.begin(placed)
+        if attempt.priority is not None:
+            body = prioritised_body(body, attempt.priority)
         try:
             async with asyncio.timeout(deadline):
                 answer = await self._upstream.open("POST", worker.url, call.request.target, headers, body, deadline)
@@ -278,6 +280,8 @@ class Proxy:
         if attempt.remote and call.params is not None:
             body = decode_body(body, call.params)
             attempt.prefilled()
+        elif attempt.priority is not None and call.demand.kind is not None and call.demand.fields is not None:
+            body = prioritised_body(body, attempt.priority)
         headers = self._headers(call, attempt.placed, call.request_id)
         self._metrics.overhead_seconds.observe(time.monotonic() - call.ready - call.prefill_took)
         return await self._upstream.open(

@@ -125,6 +125,8 @@ class Worker:
             )
             for rank in range(ranks)
         )
+        for engine in self.engines:
+            engine.ordered = self.record.by_priority
         self._reported_at = ()
         self._others = (0, 0)
 

@@ -247,6 +247,8 @@ def _apply(settings: WorkerSettings, engine_args: Any, given_json: Any) -> None:
     check_engine_args(engine_args)
     engine_args.kv_transfer_config = _build(settings, given_json)
     engine_args.prefix_caching_hash_algo = HASH_ALGO
+    # Lets a router say which request goes first; without priorities it is the order of arrival, as by default.
+    engine_args.scheduling_policy = "priority"
 
 
 def settings_from_json(config: Any, request: Request) -> WorkerSettings:

@@ -91,6 +91,7 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
         engine_id=str(transfer.engine_id) if transfer is not None else "",
         nixl_host=config.nixl_host,
         nixl_port=config.nixl_port,
+        by_priority=vllm_config.scheduler_config.policy == "priority",
         dp_size=engines,
         # The engine client has summed it over the engines it talks to.
         kv_blocks=int(vllm_config.cache_config.num_gpu_blocks or 0),

@@ -85,6 +85,8 @@ class WorkerRecord:
     nixl_host: str = ""
     """Empty when the worker cannot hand KV over (NIXL off)."""
     nixl_port: int = 0
+    by_priority: bool = False
+    """Whether its scheduler takes waiting requests by their `priority` (vLLM's --scheduling-policy priority)."""
     dp_size: int = 1
     kv_blocks: int = 0
     """Blocks of GPU-side KV cache over all data-parallel ranks; 0 when unknown."""

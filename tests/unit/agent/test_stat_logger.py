@@ -82,6 +82,7 @@ def engine_config(model: str, rank: int = 0) -> SimpleNamespace:
         parallel_config=SimpleNamespace(
             _api_process_rank=rank, decode_context_parallel_size=1, data_parallel_rank=0, data_parallel_size_local=2
         ),
+        scheduler_config=SimpleNamespace(policy="priority"),
         kv_events_config=None,
         kv_transfer_config=SimpleNamespace(engine_id="engine-1"),
     )

@@ -69,6 +69,7 @@ def test_the_four_ways_of_configuring_agree(
     config = made.kv_transfer_config
     assert (config.kv_role, config.kv_load_failure_policy) == ("kv_both", "recompute")
     assert made.prefix_caching_hash_algo == "sha256_cbor"
+    assert made.scheduling_policy == "priority"
     assert config.has_connector("NixlConnector") and config.has_connector("OffloadingConnector")
 
 
@@ -91,6 +92,7 @@ def test_another_registered_connector_is_sugar_for_the_json(role: str | None, kv
     config = made.kv_transfer_config
     assert (config.kv_connector, config.kv_role) == ("ExampleConnector", kv_role)
     assert made.prefix_caching_hash_algo != "sha256_cbor"
+    assert made.scheduling_policy == "fcfs"
 
 
 def test_environment_without_a_connector_changes_nothing(engine_args: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_pd.router.legs import decode_body, prefill_body, transfer_params
+from vllm_pd.router.legs import decode_body, prefill_body, prioritised_body, transfer_params
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
@@ -142,3 +142,8 @@ def test_transfer_parameters_come_back_as_they_were_written() -> None:
 )
 def test_answers_without_usable_transfer_parameters(answer: bytes) -> None:
     assert transfer_params(answer) is None
+
+
+def test_priority_goes_first_so_that_the_clients_own_wins() -> None:
+    assert prioritised_body(b' {"a":1}', 1_700_000_000_000) == b' {"priority":1700000000000,"a":1}'
+    assert json.loads(prioritised_body(b'{"priority":-3}', 7))["priority"] == -3
