@@ -154,7 +154,13 @@ class MockApi:
         holds = bool(answer.transfer.get("do_remote_decode"))
         try:
             generation = worker.start(
-                answer.ids, answer.output, lora=answer.lora, salt=answer.salt, remote=remote, hold=holds
+                answer.ids,
+                answer.output,
+                lora=answer.lora,
+                salt=answer.salt,
+                remote=remote,
+                hold=holds,
+                priority=answer.options.priority,
             )
         except ValueError as e:
             return _error(400, str(e))

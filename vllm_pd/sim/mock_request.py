@@ -30,6 +30,7 @@ class _Options(msgspec.Struct):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     min_tokens: int = 0
+    priority: int = 0
     ignore_eos: bool = False
     stream: bool = False
     stream_options: dict[str, Any] | None = None

@@ -150,6 +150,7 @@ class MockWorker:
         salt: str | None = None,
         remote: bool = False,
         hold: bool = False,
+        priority: int = 0,
     ) -> Generation:
         """Hand a request to the engine. Raises ValueError for a salt that cannot be hashed."""
         everything = [*ids, *self.tokenizer.answer(output)]
@@ -158,7 +159,7 @@ class MockWorker:
         if self._publisher is not None:
             self._describe(blocks, everything, lora)
         generation = Generation(len(ids), output)
-        work = generation.work = Work(generation, len(ids), output, blocks, remote=remote, hold=hold)
+        work = generation.work = Work(generation, len(ids), output, blocks, remote=remote, hold=hold, priority=priority)
         self.counters.requests += 1
         self.live.submit(work)
         return generation
@@ -281,6 +282,7 @@ class MockWorker:
             nixl_port=int(address.rpartition(":")[2]),
             kv_blocks=config.engine.gpu_blocks,
             max_model_len=config.max_model_len,
+            by_priority=config.engine.scheduling_policy == "priority",
             versions={"vllm": ENGINE_VERSION},
         )
         endpoints = self.event_endpoints
