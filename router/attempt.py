@@ -36,12 +36,20 @@ class Attempt:
         clock: monotonic seconds, that of the ledgers.
         remote: another worker computes the prompt.
         silent: the first byte of the answer is not its first token.
+        orders: whether this router says in which order engines take waiting prompts, where they let it.
     """
 
-    __slots__ = ("_clock", "_name", "_silent", "placed", "priority", "remote")
+    __slots__ = ("_clock", "_name", "_silent", "placed", "remote", "turn")
 
     def __init__(
-        self, placed: Placed, name: int, clock: Callable[[], float], *, remote: bool = False, silent: bool = False
+        self,
+        placed: Placed,
+        name: int,
+        clock: Callable[[], float],
+        *,
+        remote: bool = False,
+        silent: bool = False,
+        orders: bool = True,
     ) -> None:
         self.placed = placed
         self.remote = remote
@@ -59,11 +67,11 @@ class Attempt:
             pick=name,
             patience=placed.choice.patience,
         )
-        self.priority: int | None = None
-        """To tell the engine, None where it takes requests as they come. Milliseconds since 1970, so that the requests
-        of several routers mix rightly."""
-        if placed.engine.ordered and not remote:
-            self.priority = round((time.time() + turn - now) * 1000)
+        self.turn: int | None = None
+        """Of its prompt, to tell the engine; None if that takes requests as they come, or has nothing to compute.
+        Milliseconds since 1970, so that the requests of several routers mix rightly."""
+        if orders and placed.engine.ordered and not remote:
+            self.turn = round((time.time() + turn - now) * 1000)
 
     @property
     def worker(self) -> Worker:

@@ -7,8 +7,10 @@ the transfer parameters spliced in. A body for a worker that schedules by priori
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 _ONE = Raw(b"1")
 _FALSE = Raw(b"false")
@@ -16,6 +18,11 @@ _TRANSFER = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'
 )
+
+PRIORITY_STEP = 1 << 44
+"""Between two priorities of clients: more than the milliseconds since 1970 will be for centuries."""
+MAX_PRIORITY = 1 << 18
+"""vLLM's priorities have 64 bits."""
 
 DROPPED_FOR_PREFILL = frozenset(
     {
@@ -82,11 +89,23 @@ def transfer_params(answer: bytes) -> bytes | None:
     return raw if raw.startswith(b"{") and raw != b"{}" else None
 
 
-def prioritised_body(body: bytes, priority: int) -> bytes:
-    """The same with `priority` as the first member: one that the client has set comes later and wins. `body` must be a
-    non-empty JSON object."""
-    brace = body.index(b"{") + 1
-    return b"".join((body[:brace], b'"priority":%d,' % priority, body[brace:]))
+def prioritised_body(body: bytes, own: Any, turn: int) -> bytes:
+    """The same with a `priority` as the last member, which wins: first what the client asks for, then the turn.
+
+    Engines take the lowest first. A client's priority ranks its requests among all those of the cluster, of which most
+    name none and have 0; among equals the turn decides. One that cannot be combined with it stays as it is.
+
+    Args:
+        body: a JSON object with members.
+        own: the client's priority, UNSET if it named none.
+        turn: milliseconds since 1970.
+    """
+    if own is UNSET:
+        own = 0
+    if not isinstance(own, int) or abs(own) > MAX_PRIORITY:
+        return body
+    end = body.rindex(b"}")
+    return b"".join((body[:end], b',"priority":%d' % (own * PRIORITY_STEP + turn), body[end:]))
 
 
 def decode_body(body: bytes, params: bytes) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from vllm_pd.router.announcements import Announcements
@@ -20,12 +20,13 @@ from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.sessions import Sessions
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.worker import Worker
+from vllm_pd.routing import policies
 from vllm_pd.routing.decide import Decision, PoolAsk, decide
 from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.model import Ask, Choice, Overlaps
 from vllm_pd.routing.plan import SplitRule
 from vllm_pd.routing.record import DecisionRecord, record_of
-from vllm_pd.state.base import PoolId, WorkerId
+from vllm_pd.state.base import PoolId, Role, WorkerId
 
 _REASONS = {"no prefill worker": Reason.NO_PREFILL, "sooner whole": Reason.SOONER_WHOLE, "split": Reason.SPLIT}
 
@@ -63,6 +64,9 @@ class Placer:
     ) -> None:
         self._random = Random(settings.seed if settings.seed >= 0 else None)
         self._rule = SplitRule(max_local_tokens=settings.max_local_prefill_tokens)
+        self._rule_of_equals = replace(self._rule, by_time=True)
+        self._orders = policies.policy(settings.policy, settings.weights).patience > 0
+        """Else all keep the order of arrival, those with another policy by a header too."""
         self._sessions = Sessions(settings.session_ttl)
         self._metrics = metrics
         self._index = index
@@ -85,16 +89,18 @@ class Placer:
         if not asks:
             return None
         seed = self._random.getrandbits(48) if demand.temperature > 0 else None
+        # Where all workers do both, none is there to keep prompts off the others: a split has to pay.
+        rule = self._rule_of_equals if all(worker.role is Role.BOTH for worker in usable) else self._rule
         decision = decide(
             demand.policy,
             asks,
             now,
-            rule=self._rule,
+            rule=rule,
             temperature=demand.temperature,
             random=Random(seed) if seed is not None else None,
             explain=demand.explain,
         )
-        placement = self._placement(demand, usable, asks, decision, seed, now)
+        placement = self._placement(demand, usable, asks, decision, rule, seed, now)
         self._metrics.scheduling_seconds.observe(time.perf_counter() - began)
         return placement
 
@@ -158,6 +164,7 @@ class Placer:
         workers: Sequence[Worker],
         asks: Sequence[PoolAsk],
         decision: Decision,
+        rule: SplitRule,
         seed: int | None,
         now: float,
     ) -> Placement:
@@ -187,7 +194,7 @@ class Placer:
                 policy=demand.policy,
                 temperature=demand.temperature,
                 seed=seed,
-                rule=self._rule,
+                rule=rule,
                 forbidden=demand.forbidden or "",
                 reason=reason,
                 now=now,
@@ -199,7 +206,7 @@ class Placer:
     def begin(self, placed: Placed, *, remote: bool = False, silent: bool = False) -> Attempt:
         """Count a leg of a request on its engine, at once. See `EngineLedger.begin`."""
         self._picks += 1
-        return Attempt(placed, self._picks, self._clock, remote=remote, silent=silent)
+        return Attempt(placed, self._picks, self._clock, remote=remote, silent=silent, orders=self._orders)
 
     def note_session(self, demand: Demand, worker: Worker) -> None:
         """The request's session is served by `worker`."""

@@ -22,6 +22,7 @@ import msgspec
 
 from vllm_pd.router.attempt import Attempt, Placed
 from vllm_pd.router.call import Call, CallReader, Endpoint, nothing_decodes
+from vllm_pd.router.decision import Reason
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.explanation import DECISION_HEADER, decision_header
 from vllm_pd.router.headers import to_client, to_worker
@@ -85,8 +86,8 @@ class Proxy:
             return
         placement = self._placer.place(call.demand, call.workers, split=True)
         assert placement is not None, "a worker that decodes was found"
-        self._planned(call, placement)
         try:
+            self._planned(call, placement)
             if placement.prefill is not None:
                 self._metrics.split.inc()
                 await self._prefill(call, placement.prefill)
@@ -148,9 +149,8 @@ class Proxy:
         deadline = self._settings.prefill_timeout
         answer: UpstreamResponse | None = None
         attempt = self._placer.begin(placed)
-        if attempt.priority is not None:
-            body = prioritised_body(body, attempt.priority)
         try:
+            body = _with_turn(body, attempt, call)
             async with asyncio.timeout(deadline):
                 answer = await self._upstream.open("POST", worker.url, call.request.target, headers, body, deadline)
                 worker.note_success()
@@ -280,8 +280,8 @@ class Proxy:
         if attempt.remote and call.params is not None:
             body = decode_body(body, call.params)
             attempt.prefilled()
-        elif attempt.priority is not None and call.demand.kind is not None and call.demand.fields is not None:
-            body = prioritised_body(body, attempt.priority)
+        else:
+            body = _with_turn(body, attempt, call)
         headers = self._headers(call, attempt.placed, call.request_id)
         self._metrics.overhead_seconds.observe(time.monotonic() - call.ready - call.prefill_took)
         return await self._upstream.open(
@@ -350,3 +350,11 @@ class Proxy:
             await reply.finish()
         else:
             reply.abort()
+
+
+def _with_turn(body: bytes, attempt: Attempt, call: Call) -> bytes:
+    """`body` with the turn of its prompt, where the engine is to be told. A body without a prompt is refused anyway."""
+    fields = call.demand.fields
+    if attempt.turn is None or fields is None or call.demand.forbidden is Reason.NO_PROMPT:
+        return body
+    return prioritised_body(body, fields.priority, attempt.turn)

@@ -31,6 +31,7 @@ class RequestFields(msgspec.Struct):
     suffix: Any = None
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
+    priority: Any = UNSET
     kv_transfer_params: Raw | UnsetType = UNSET
     request_id: str | None = None
     stream: bool | None = None

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
-from vllm_pd.router.legs import decode_body, prefill_body, prioritised_body, transfer_params
+from vllm_pd.router.legs import MAX_PRIORITY, decode_body, prefill_body, prioritised_body, transfer_params
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
@@ -144,6 +145,27 @@ def test_answers_without_usable_transfer_parameters(answer: bytes) -> None:
     assert transfer_params(answer) is None
 
 
-def test_priority_goes_first_so_that_the_clients_own_wins() -> None:
-    assert prioritised_body(b' {"a":1}', 1_700_000_000_000) == b' {"priority":1700000000000,"a":1}'
-    assert json.loads(prioritised_body(b'{"priority":-3}', 7))["priority"] == -3
+def test_priority_of_the_client_ranks_first_then_the_turn() -> None:
+    def told(body: bytes, turn: int) -> int:
+        value = json.loads(prioritised_body(body, json.loads(body).get("priority", UNSET), turn))["priority"]
+        assert isinstance(value, int) and -(2**63) <= value < 2**63
+        return value
+
+    none, zero = b'{"a":1}', b'{"priority":0}'
+    now = 1_800_000_000_000
+    assert told(none, now) == told(zero, now) == now
+    assert told(b'{"priority":1}', now) > told(none, now + 10**12)
+    assert told(b'{"priority":-1}', now + 10**12) < told(none, now)
+    assert told(b'{"priority":5}', now) < told(b'{"priority":5}', now + 1) < told(b'{"priority":6}', now)
+    for most in (-MAX_PRIORITY, MAX_PRIORITY):
+        told(b'{"priority":%d}' % most, now)
+
+
+def test_turn_is_added_behind_the_clients_bytes() -> None:
+    assert prioritised_body(b' {"a":1} ', UNSET, 1_700_000_000_000) == b' {"a":1,"priority":1700000000000} '
+
+
+@pytest.mark.parametrize("own", [None, "high", 1.5, 2**40])
+def test_priority_that_cannot_be_combined_stays_for_the_worker_to_judge(own: object) -> None:
+    body = json.dumps({"priority": own}).encode()
+    assert prioritised_body(body, own, 7) == body

@@ -23,17 +23,41 @@ async def joined(
     return cluster, worker
 
 
-@pytest.mark.parametrize("policy", ["predicted", "round-robin"])
-async def test_priority_is_the_turn_in_milliseconds(
-    start_cluster: StartCluster, start_worker: StartWorker, policy: str
-) -> None:
-    cluster, worker = await joined(start_cluster, start_worker, by_priority=True, policy=policy)
+async def test_priority_is_the_turn_in_milliseconds(start_cluster: StartCluster, start_worker: StartWorker) -> None:
+    cluster, worker = await joined(start_cluster, start_worker, by_priority=True)
     before = time.time() * 1000
     status, _ = await cluster.post(PATH, BODY)
     assert status == 200
     (seen,) = worker.posts
-    assert seen.raw.endswith(BODY[1:])
+    assert seen.raw.startswith(BODY[:-1])
     assert before - 1 <= seen.json["priority"] <= time.time() * 1000 + 60_000
+
+
+async def test_another_policy_by_header_keeps_its_place_among_the_others(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    cluster, worker = await joined(start_cluster, start_worker, by_priority=True)
+    before = time.time() * 1000
+    await cluster.post(PATH, BODY, headers={"x-vllm-pd-policy": "round-robin"})
+    assert before - 1 <= worker.posts[0].json["priority"] <= time.time() * 1000
+
+
+@pytest.mark.parametrize("settings", [{"weights": (("patience", 0.0),)}, {"policy": "round-robin"}])
+async def test_without_patience_the_order_of_arrival_is_left_to_the_engine(
+    start_cluster: StartCluster, start_worker: StartWorker, settings: dict[str, object]
+) -> None:
+    cluster, worker = await joined(start_cluster, start_worker, by_priority=True, **settings)
+    await cluster.post(PATH, BODY)
+    assert worker.posts[0].raw == BODY
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"model": 1}', b"no JSON"])
+async def test_what_has_no_prompt_is_passed_on_as_it_is(
+    start_cluster: StartCluster, start_worker: StartWorker, body: bytes
+) -> None:
+    cluster, worker = await joined(start_cluster, start_worker, by_priority=True)
+    await cluster.post(PATH, body)
+    assert worker.posts[0].raw == body
 
 
 async def test_other_workers_get_the_clients_bytes(start_cluster: StartCluster, start_worker: StartWorker) -> None:
@@ -42,10 +66,12 @@ async def test_other_workers_get_the_clients_bytes(start_cluster: StartCluster, 
     assert worker.posts[0].raw == BODY
 
 
-async def test_clients_own_priority_wins(start_cluster: StartCluster, start_worker: StartWorker) -> None:
+async def test_clients_priority_ranks_before_the_turn(start_cluster: StartCluster, start_worker: StartWorker) -> None:
     cluster, worker = await joined(start_cluster, start_worker, by_priority=True)
-    await cluster.post(PATH, {"model": "m", "prompt": "short", "priority": -5})
-    assert worker.posts[0].json["priority"] == -5
+    for priority in (0, 5, -5):
+        await cluster.post(PATH, {"model": "m", "prompt": "short", "priority": priority})
+    usual, late, early = (seen.json["priority"] for seen in worker.posts)
+    assert early < 0 < usual < late
 
 
 async def test_endpoints_without_a_prompt_have_no_priority(

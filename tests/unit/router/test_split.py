@@ -103,11 +103,29 @@ async def test_without_a_prefill_worker_requests_go_whole(
     assert cluster.metric("bypass_total", reason="no_prefill_worker") == 1
 
 
-async def test_two_workers_for_both_share_a_request(start_cluster: StartCluster, start_worker: StartWorker) -> None:
+async def test_where_all_workers_do_both_a_request_is_not_handed_over_for_nothing(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
     cluster = await start_cluster()
     one, two = await start_worker(), await start_worker()
     await cluster.join(one, Role.BOTH)
     await cluster.join(two, Role.BOTH)
+    for _ in range(2):
+        await cluster.post("/v1/completions", COMPLETION)
+    assert [seen.raw for worker in (one, two) for seen in worker.posts] == [COMPLETION] * 2
+    assert cluster.metric("bypass_total", reason="sooner_whole") == 2
+
+
+@pytest.mark.parametrize(("first", "second"), [(Role.PREFILL, Role.BOTH), (Role.BOTH, Role.DECODE)])
+async def test_worker_for_both_takes_the_leg_that_the_other_does_not(
+    start_cluster: StartCluster, start_worker: StartWorker, first: Role, second: Role
+) -> None:
+    cluster = await start_cluster(policy="least-loaded")
+    one, two = await start_worker(), await start_worker()
+    await cluster.join(one, first)
+    await cluster.join(two, second)
+    if Role.DECODE in (first, second):
+        await cluster.load(one, running=5)
     await cluster.post("/v1/completions", COMPLETION)
     assert (len(one.posts), len(two.posts)) == (1, 1)
 
