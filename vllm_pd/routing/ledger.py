@@ -61,8 +61,10 @@ class EngineLedger:
         "_done_seconds",
         "_inflight_at_report",
         "_mean_seconds",
+        "_most_inflight",
         "_others_at",
         "_others_requests",
+        "_others_running",
         "_others_seconds",
         "_others_share",
         "_others_tokens",
@@ -129,7 +131,11 @@ class EngineLedger:
         self._others_share = 1.0
         self._others_at = 0.0
         self._reported_running = 0
+        self._others_running = 0
+        """Requests that the engine runs for others, at least."""
         self._inflight_at_report = 0
+        self._most_inflight = 0
+        """Since the newest report: no more of those that the next one counts are this router's."""
         self.ordered = False
         """Whether the engine computes requests in the order of their turns; else it takes them as they come."""
         self.turns: Sequence[tuple[float, float]] = ()
@@ -224,6 +230,7 @@ class EngineLedger:
             self._own_seconds += entry.seconds
         self.active_blocks += entry.blocks
         self.inflight += 1
+        self._most_inflight = max(self._most_inflight, self.inflight)
         self.begun += 1
         self.begun_blocks += entry.blocks
         if pick:
@@ -315,7 +322,10 @@ class EngineLedger:
     def report(self, running: int, waiting: int, kv_usage: float, now: float) -> None:
         """The engine's newest load."""
         self._reported_running, self.waiting, self.kv_usage = running, waiting, kv_usage
-        self._inflight_at_report = self.inflight
+        others = max(0, running - self._most_inflight)
+        self.decoding += others - self._others_running
+        self._others_running = others
+        self._inflight_at_report = self._most_inflight = self.inflight
         self.begun = self.begun_blocks = 0
         self._count_others(now)
 

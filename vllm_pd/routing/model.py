@@ -144,7 +144,7 @@ class Candidate(Protocol):
 
     @property
     def decoding(self) -> int:
-        """This router's requests past their first token."""
+        """Requests past their first token: this router's, and what others run there at least, by its own report."""
 
     @property
     def active_blocks(self) -> int:

@@ -215,7 +215,7 @@ class _DecodeLeg:
                 seconds = partner.cost + rates.transfer_base + max(0, blocks - gpu) * rates.transfer_block
                 if by_time:
                     seconds = min(seconds, self._here(decoder))
-            found.append(seconds + steps * rates.step_sequence * decoder.inflight)
+            found.append(seconds + steps * rates.step_sequence * max(decoder.inflight, decoder.decoding))
         return found
 
     def parts(
@@ -239,4 +239,4 @@ class _DecodeLeg:
 
     def _answer(self, decoder: Candidate) -> float:
         """By how much later the answer ends because others decode there."""
-        return self._steps * decoder.rates.step_sequence * decoder.inflight
+        return self._steps * decoder.rates.step_sequence * max(decoder.inflight, decoder.decoding)

@@ -229,6 +229,22 @@ def test_a_name_in_progress_is_an_error_and_an_unknown_one_is_ignored() -> None:
     assert ledger.inflight == 1
 
 
+def test_requests_of_others_are_what_the_report_counts_beyond_ones_own() -> None:
+    ledger = engine("a")
+    send(ledger, "mine", 100, 0.0)
+    ledger.first_token("mine", 0.1)
+    ledger.report(running=4, waiting=0, kv_usage=0.1, now=0.5)
+    assert ledger.decoding == 1 + 3
+    send(ledger, "short", 100, 1.0)
+    ledger.first_token("short", 1.1)
+    ledger.finish("short", 1.2)
+    # The report may be of the time when it ran.
+    ledger.report(running=2, waiting=0, kv_usage=0.1, now=1.5)
+    assert ledger.decoding == 1
+    ledger.finish("mine", 1.6)
+    assert ledger.decoding == 0
+
+
 class DrainsToNothing(RuleBasedStateMachine):
     """Whatever happens to requests in whatever order, what is over leaves no trace."""
 

@@ -111,6 +111,15 @@ def test_stall_of_decoding_sequences_speaks_for_a_split() -> None:
     assert plan(PREDICTED, ASK, [decoder("d", decoding=40)], [queue], {}, 0.0, rule=rule).reason == "split"
 
 
+def test_answers_of_others_slow_ones_own() -> None:
+    decoders = [decoder("d1"), decoder("d2")]
+    decoders[0].report(running=20, waiting=0, kv_usage=0.2, now=0.0)
+    for n in range(2):
+        made = plan(PREDICTED, ASK, decoders, [prefiller("p")], {}, 0.0)
+        assert (made.reason, made.decode.chosen) == ("split", 1)
+        decoders[1].last_pick = n + 1
+
+
 def test_session_stays_on_its_decode_worker() -> None:
     decoders = [decoder("d1"), decoder("d2", inflight=3)]
     made = plan(PREDICTED, replace(ASK, session=WorkerId("d2")), decoders, [prefiller("p")], {}, 0.0)

@@ -106,6 +106,15 @@ class TestPredicted:
         engines = [engine("a", decoding=50), engine("b")]
         assert choose(POLICIES["predicted"], ASK, engines, {engines[0].holder: Overlap(1)}, 0.0).chosen == 1
 
+    def test_sequences_of_others_count_as_far_as_the_engine_reports_them(self) -> None:
+        """Clients that ask an engine directly, other routers, requests from before this router's restart."""
+        engines = [engine("a"), engine("b")]
+        engines[0].report(running=5, waiting=0, kv_usage=0.1, now=0.0)
+        for n in range(4):
+            assert choose(POLICIES["predicted"], ASK, engines, {}, 10.0 * n).chosen == 1
+            send(engines[1], f"r{n}", 100, 10.0 * n, pick=n + 1)
+            engines[1].finish(f"r{n}", 10.0 * n + 1)
+
 
 class TestDynamoV01:
     def test_logit(self) -> None:
