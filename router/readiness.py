@@ -44,8 +44,14 @@ class Readiness:
         return self._directory.missing() or self._index_missing()
 
     def _index_missing(self) -> str:
-        mirrors = self._index.mirrors if self._index is not None else ()
+        if self._index is None:
+            return ""
+        mirrors = self._index.mirrors
         if not mirrors:
+            store = self._directory.store
+            if store.up or store.problem or not store.configured:
+                # Whatever joins from now on joins later: static workers serve already.
+                self._index = None
             return ""
         loading = [mirror for mirror in mirrors if not mirror.loaded]
         if not loading and not self._loading():

@@ -66,5 +66,20 @@ def test_after_some_time_serving_by_load_beats_not_serving(
     assert ready.missing() == ""
 
 
+@pytest.mark.parametrize("up", [True, False])
+def test_pool_of_the_store_that_joins_static_workers_takes_nobody_out_of_service(clock: Clock, up: bool) -> None:
+    directory = Directory(clock, store_configured=True)
+    directory.replace(Source.STATIC, [state("a")])
+    mirrors: list[Mirror] = []
+    ready = Readiness(directory, cast(IndexWatch, Watch(mirrors)), lambda: False, clock)
+    if up:
+        directory.store_up()
+    else:
+        directory.store_down("The store redis://h does not answer; start it.")
+    assert ready.missing() == ""
+    mirrors.append(Mirror())
+    assert ready.missing() == ""
+
+
 def test_without_an_index_nothing_is_waited_for(clock: Clock) -> None:
     assert readiness(clock).missing() == ""
