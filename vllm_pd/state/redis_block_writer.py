@@ -59,6 +59,10 @@ class RedisBlockWriter:
         self._slots = BlockSlots()
         self._generation = 0
         self._seq = 0
+        """The newest change that the store has confirmed."""
+        self._used = 0
+        """The newest change that was ever sent. Readers may have seen it although the store forgot it before we heard
+        of it, and would take another change of that number for one that they know."""
         self._known = False
         """Whether the store holds what `_slots` says."""
         self._ends: list[float] = []
@@ -102,14 +106,14 @@ class RedisBlockWriter:
             stored = await self._stored()
             if stored.seq is None:
                 return
-            entry = self._entry(BlockChange(stored.number + 1, True, {}))
+            self._used = stored.number + 1
+            entry = self._entry(BlockChange(self._used, True, {}))
             args = (stored.seq, self._name, _LIFETIME * self._ttl_ms, STREAM_ENTRIES, entry)
             async with self._calls.answer():
                 removed = await block_scripts.REMOVE.run(
                     self._calls.client, (self._cache, self._events, self._caches), args
                 )
             if removed:
-                self._seq = stored.number + 1
                 await self._unlink(stored.slabs)
                 return
         raise self._contended()
@@ -120,6 +124,7 @@ class RedisBlockWriter:
             stored = await self._stored()
             seq = stored.number + 1
             self._generation += 1
+            self._used = seq
             entry = self._entry(BlockChange(seq, True, {}))
             args = (stored.seq or b"", seq, self._generation, _LIFETIME * self._ttl_ms, self._name)
             async with self._calls.answer():
@@ -162,6 +167,7 @@ class RedisBlockWriter:
                     args += stretch
             keys = [self._cache, self._events, *(self._slab(write.slab) for write in writes)]
             ends = time.monotonic() + _LIFETIME * self._ttl_ms / 1000
+            self._used = seq
             async with self._calls.answer():
                 written = await block_scripts.WRITE.run(self._calls.client, keys, args)
             if not written:
@@ -177,10 +183,10 @@ class RedisBlockWriter:
             number, generation, slabs = int(seq), int(others[0]), int(others[1])
         except (TypeError, ValueError):
             # Absent, or no hash of ours: it gives way.
-            return _Stored(seq, self._seq, ())
+            return _Stored(seq, self._used, ())
         self._generation = max(self._generation, generation)
         keys = [self._keys.slab(self._pool, self._name, generation, n) for n in range(slabs)]
-        return _Stored(seq, max(number, self._seq), keys)
+        return _Stored(seq, max(number, self._used), keys)
 
     async def _drop_older_epochs(self) -> None:
         """Keys that an earlier start of this worker left would end by themselves, but only in minutes."""

@@ -137,6 +137,28 @@ async def test_a_cancelled_write_is_followed_by_a_replacement(store: EmbeddedSto
     assert await held(index) == {key(1): GPU}
 
 
+async def test_no_change_has_the_number_of_one_that_a_failed_over_store_forgot(
+    store: EmbeddedStore, client: redis.Redis, index: RedisBlockIndex
+) -> None:
+    """Its readers have seen it, and would take the later one for the one that they know."""
+    hasty = RedisBlockIndex(store.url, "test", timeout_s=0.1)
+    writer = hasty.writer(POOL, HOLDER, EPOCH, TTL_MS)
+    await announce(writer, {GPU: packed(range(10))})
+    replica = client.hgetall(CACHE)
+    store.pause()
+    with pytest.raises(StoreError):
+        await writer.write({GPU: packed([99])})
+    store.resume()
+    async with asyncio.timeout(30):
+        while client.hget(CACHE, "seq") == replica[b"seq"]:  # noqa: ASYNC110 (nobody says when the server is there)
+            await asyncio.sleep(0.01)
+    client.hset(CACHE, mapping=replica)
+    await announce(writer, {GPU: packed([1])})
+    numbers = [entry.change.seq for entry in await entries(index)]
+    assert numbers == sorted(set(numbers))
+    await hasty.close()
+
+
 async def test_an_evicted_key_is_noticed_by_the_next_write_there_or_the_renewal(
     client: redis.Redis, index: RedisBlockIndex
 ) -> None:
