@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from vllm_pd.agent.cache_feed import CacheFeed
 from vllm_pd.agent.kv_event_source import EventEndpoints
+from vllm_pd.errors import StoreError
 from vllm_pd.state.base import WorkerRecord
 from vllm_pd.state.block_index import BlockIndex, Holder
 
@@ -39,6 +40,7 @@ class CacheFeeds:
         self._sources = sources
         self._lease_s = lease_s
         self._allowed = False
+        self._complained = False
         self._feeds: dict[int, CacheFeed] = {}
 
     @property
@@ -46,12 +48,22 @@ class CacheFeeds:
         return tuple(self._feeds.values())
 
     async def match(self) -> None:
-        """Follow every engine that there is now, and no other."""
-        wanted = self._sources()
+        """Follow every engine that there is now, and no other. Never raises: a worker is of use without its index."""
+        try:
+            wanted = self._sources()
+        except Exception:
+            if not self._complained:
+                logger.exception("vllm-pd: the engines cannot be asked for their KV events; asking again")
+            self._complained = True
+            return
+        self._complained = False
         for rank in [rank for rank in self._feeds if rank not in wanted]:
             feed = self._feeds.pop(rank)
             await feed.stop()
-            await feed.feeder.remove()
+            try:
+                await feed.feeder.remove()
+            except StoreError as e:
+                logger.debug("the index forgets rank %d by itself: %s", rank, e)
         for rank, endpoints in wanted.items():
             if rank not in self._feeds:
                 self._feeds[rank] = self._start(rank, endpoints)

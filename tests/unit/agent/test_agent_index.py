@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from tests.conformance.block_index import unpacked
 from tests.conformance.registry import newer, worker
 from tests.unit.agent.publisher import Publisher, removed, stored
-from tests.unit.agent.test_agent import DEADLINE_S, LEASE_S, eventually
+from tests.unit.agent.test_agent import DEADLINE_S, LEASE_S, eventually, workers
 from tests.unit.agent.test_block_truth import block, key
 from vllm_pd.agent.agent import Agent
 from vllm_pd.agent.kv_event_source import EventEndpoints
@@ -146,3 +146,20 @@ def test_another_api_server_writes_no_index(store: EmbeddedStore, make: Callable
     eventually(lambda: held(store, 0) == {key(100): 1})
     second.stop(DEADLINE_S)
     assert held(store, 0) == {key(100): 1}
+
+
+def test_a_worker_whose_engines_cannot_be_asked_for_their_events_is_registered_all_the_same(
+    store: EmbeddedStore, make: Callable[..., Agent]
+) -> None:
+    ranks: list[int] = []
+
+    class Unanswered(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            if not ranks:
+                raise RuntimeError("no answer")
+            return iter(ranks)
+
+    make(ranks=Unanswered()).start()
+    eventually(lambda: len(workers(store)) == 1)
+    ranks.append(0)
+    eventually(lambda: held(store, 0) == {key(100): 1})
