@@ -55,11 +55,18 @@ class Announcements:
         """Whether the next request to this cache is worth watching."""
         return holder not in self._watched and self._proven_until.get(holder, 0.0) <= self._clock()
 
-    def sent(self, holder: Holder, keys: Sequence[BlockKey]) -> None:
-        """A prompt of these blocks was sent to a cache that held none of them, and its answer has begun."""
+    def seq(self, holder: Holder) -> int:
+        """Where a cache's announcements are now; to be asked before a prompt is sent, for `sent`."""
+        return self._seq(holder)
+
+    def sent(self, holder: Holder, keys: Sequence[BlockKey], seq: int) -> None:
+        """A prompt of these blocks was sent to a cache that held none of them, and its answer has begun.
+
+        `seq` is of before it was sent: an answer in one piece begins long after the blocks were announced.
+        """
         if keys:
             # The first and the last: one of them is there if the hashes agree and nothing was evicted.
-            self._watched[holder] = _Watched((keys[0], keys[-1]), self._seq(holder), self._clock() + ANNOUNCE_S)
+            self._watched[holder] = _Watched((keys[0], keys[-1]), seq, self._clock() + ANNOUNCE_S)
 
     def proven(self, holder: Holder) -> None:
         """Blocks that the router computed were found in what this cache announced."""

@@ -37,9 +37,10 @@ class Attempt:
         remote: another worker computes the prompt.
         silent: the first byte of the answer is not its first token.
         orders: whether this router says in which order engines take waiting prompts, where they let it.
+        announced: where the announcements of its cache were before it; None where they prove nothing.
     """
 
-    __slots__ = ("_clock", "_name", "_silent", "placed", "remote", "turn")
+    __slots__ = ("_clock", "_name", "_silent", "announced", "placed", "remote", "turn")
 
     def __init__(
         self,
@@ -50,9 +51,11 @@ class Attempt:
         remote: bool = False,
         silent: bool = False,
         orders: bool = True,
+        announced: int | None = None,
     ) -> None:
         self.placed = placed
         self.remote = remote
+        self.announced = announced
         self._name = name
         self._silent = silent
         self._clock = clock

@@ -206,20 +206,37 @@ class Placer:
     def begin(self, placed: Placed, *, remote: bool = False, silent: bool = False) -> Attempt:
         """Count a leg of a request on its engine, at once. See `EngineLedger.begin`."""
         self._picks += 1
-        return Attempt(placed, self._picks, self._clock, remote=remote, silent=silent, orders=self._orders)
+        announcements, holder = self._announcements, placed.engine.holder
+        announced = None
+        if (
+            announcements is not None
+            and not remote
+            and placed.prompt.keys
+            and not placed.choice.best.overlap.blocks
+            and announcements.wants(holder)
+        ):
+            announced = announcements.seq(holder)
+        return Attempt(
+            placed,
+            self._picks,
+            self._clock,
+            remote=remote,
+            silent=silent,
+            orders=self._orders,
+            announced=announced,
+        )
 
     def note_session(self, demand: Demand, worker: Worker) -> None:
         """The request's session is served by `worker`."""
         if demand.session:
             self._sessions.note(demand.session, worker.id, self._clock())
 
-    def computed(self, placed: Placed) -> None:
+    def computed(self, attempt: Attempt) -> None:
         """The engine has computed the prompt just now: its blocks should be announced."""
-        announcements = self._announcements
-        if announcements is None or placed.choice.best.overlap.blocks or not placed.prompt.keys:
+        announcements, placed = self._announcements, attempt.placed
+        if announcements is None or attempt.announced is None or not announcements.wants(placed.engine.holder):
             return
-        if announcements.wants(placed.engine.holder):
-            announcements.sent(placed.engine.holder, placed.prompt.keys)
+        announcements.sent(placed.engine.holder, placed.prompt.keys, attempt.announced)
 
 
 def _placed(demand: Demand, workers: Sequence[Worker], ask: PoolAsk, choice: Choice) -> Placed:

@@ -73,7 +73,11 @@ class PromptReader:
         pools: Mapping[PoolId, Worker] = {worker.pool: worker for worker in workers}
         found: dict[PoolId, PromptBlocks] = {}
         for pool, worker in pools.items():
-            prompt = found[pool] = await self._read(demand, body_bytes, worker)
+            lora = _lora(demand.model, worker.record)
+            alike = lora is None or all(
+                _lora(demand.model, other.record) == lora for other in workers if other.pool == pool
+            )
+            prompt = found[pool] = await self._read(demand, body_bytes, worker, lora if alike else None)
             if prompt.why_unknown:
                 self._metrics.prompt_unknown(prompt.why_unknown)
             else:
@@ -81,13 +85,12 @@ class PromptReader:
                 self._metrics.prompt_tokens.inc(prompt.tokens)
         demand.prompts = found
 
-    async def _read(self, demand: Demand, body_bytes: int, worker: Worker) -> PromptBlocks:
-        """`worker` is any of the pool."""
+    async def _read(self, demand: Demand, body_bytes: int, worker: Worker, lora: Lora | None) -> PromptBlocks:
+        """`worker` is any of the pool, `lora` the adapter where all of them have it from one path."""
         fields, kind, record = demand.fields, demand.kind, worker.record
         if fields is None or kind is None:
             return PromptBlocks(body_bytes // _BYTES_PER_TOKEN, (), ENDPOINT)
         block_size = record.pool.block_size
-        lora = _lora(demand.model, record)
         # One that names no model gets the base model.
         known = not demand.model or (
             demand.model in record.models and (lora is not None or demand.model not in record.loras)

@@ -170,7 +170,7 @@ class Proxy:
                 answer.close()
         if answer.status != 200:
             return status_name(answer.status)
-        self._placer.computed(placed)
+        self._computed(attempt, call)
         call.params = transfer_params(content)
         return "" if call.params is not None else "no_params"
 
@@ -304,8 +304,13 @@ class Proxy:
         if not call.demand.silent:
             self._metrics.ttft_error.observe(now - call.decided - call.ttft)
         if not attempt.remote:
-            self._placer.computed(attempt.placed)
+            self._computed(attempt, call)
         self._placer.note_session(call.demand, attempt.worker)
+
+    def _computed(self, attempt: Attempt, call: Call) -> None:
+        if attempt.worker.record.dp_size == 1 or header(call.request.headers, RANK_HEADER.lower()) is None:
+            self._placer.computed(attempt)
+        # Else the client has named an engine, and it is not this one's cache that has the blocks.
 
     async def _relay(self, attempt: Attempt, answer: UpstreamResponse, first: bytes, call: Call) -> int:
         """Pass the answer on as it comes; `first` is the beginning of its body. Never raises UpstreamError.

@@ -2,7 +2,8 @@
 
 Tokens: a few prompts go to `/tokenize` of each worker; the blocks of its tokens must be those the router computes from
 the text. Events: blocks of requests that were sent must be announced (`announcements`). A pool that fails is routed by
-load until one of its workers starts anew: hits that are never found would be worse, as nobody would notice.
+load until one of its workers starts anew: hits that are never found would be worse, as nobody would notice. Events
+that come too late can fail the second proof too, so it is tried again after some minutes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import inf
 from typing import Any, Protocol
 
 import msgspec
@@ -28,6 +30,8 @@ from vllm_pd.state.base import Epoch, PoolId, WorkerId
 
 DEADLINE_S = 5.0
 RETRY_S = 10.0
+RECHECK_S = 600.0
+"""Until a pool that failed by its events gets another chance."""
 MAX_ANSWER = 4 * 1024 * 1024
 _TEXT = (
     "Grüße aus Zürich, 東京 and Αθήνα; наука не стоит на месте, مرحبا بالعالم. "
@@ -79,6 +83,7 @@ class _Pool:
     told: bool = False
     """Whether the problem was logged."""
     retry_at: float = 0.0
+    recheck_at: float = inf
 
 
 class SelfCheck:
@@ -123,6 +128,10 @@ class SelfCheck:
         for pool, workers in current.items():
             state = self._pools.setdefault(pool, _Pool())
             starts = {worker.id: (worker.record.epoch, worker.record.tokenizer) for worker in workers}
+            if self._clock() >= state.recheck_at:
+                _log.warning("the prompts of pool %s are checked again", pool)
+                self._forget(state.starts)
+                self._pools[pool] = state = _Pool()
             if starts != state.starts:
                 self._forget(name for name, start in state.starts.items() if starts.get(name) != start)
                 if state.problem:
@@ -131,7 +140,9 @@ class SelfCheck:
                 state.starts = starts
                 state.workers = {name: start for name, start in state.workers.items() if name in starts}
             if not state.problem:
-                state.problem = _algorithm(workers[0]) or self._announcements.problem(workers)
+                state.problem = _algorithm(workers[0])
+            if not state.problem and (problem := self._announcements.problem(workers)):
+                state.problem, state.recheck_at = problem, self._clock() + RECHECK_S
             if not state.problem and self._clock() >= state.retry_at:
                 await self._compare(state, workers)
             if state.problem and not state.told:

@@ -35,7 +35,7 @@ class Engine:
 
     def ask(self, *, announced: Sequence[BlockKey] = (), events: bool = True) -> str:
         """Send a prompt; what comes of it after the time that announcements take."""
-        self.announcements.sent(HOLDER, KEYS)
+        self.announcements.sent(HOLDER, KEYS, self.seq)
         if events:
             self.announce(*announced or [b"something else"])
         self.clock.now += ANNOUNCE_S
@@ -50,6 +50,17 @@ def engine() -> Engine:
 def test_several_prompts_in_a_row_of_which_nothing_is_announced_are_a_problem(engine: Engine) -> None:
     assert [bool(engine.ask()) for _ in range(MISSES)] == [False] * (MISSES - 1) + [True]
     assert "worker a announces blocks" in engine.announcements.problem(engine.workers)
+
+
+def test_what_is_announced_while_an_answer_is_in_the_making_counts(engine: Engine) -> None:
+    """An answer in one piece begins when everything is long announced, and nothing may follow."""
+    for _ in range(MISSES):
+        before = engine.announcements.seq(HOLDER)
+        engine.announce(b"something else")
+        engine.announcements.sent(HOLDER, KEYS, before)
+        engine.clock.now += ANNOUNCE_S
+        problem = engine.announcements.problem(engine.workers)
+    assert problem
 
 
 @pytest.mark.parametrize("key", [KEYS[0], KEYS[-1]])
@@ -67,7 +78,7 @@ def test_worker_that_announces_nothing_at_all_proves_nothing(engine: Engine) -> 
 
 def test_block_counts_also_if_it_is_evicted_later(engine: Engine) -> None:
     for _ in range(MISSES):
-        engine.announcements.sent(HOLDER, KEYS)
+        engine.announcements.sent(HOLDER, KEYS, engine.seq)
         engine.announce(*KEYS)
         assert not engine.announcements.problem(engine.workers)
         engine.keys.clear()
@@ -78,7 +89,7 @@ def test_block_counts_also_if_it_is_evicted_later(engine: Engine) -> None:
 
 def test_a_proven_cache_is_not_watched_for_a_while(engine: Engine) -> None:
     assert engine.announcements.wants(HOLDER)
-    engine.announcements.sent(HOLDER, KEYS)
+    engine.announcements.sent(HOLDER, KEYS, engine.seq)
     assert not engine.announcements.wants(HOLDER)
     engine.announcements.proven(HOLDER)
     assert not engine.announcements.wants(HOLDER)

@@ -166,6 +166,17 @@ async def test_adapter_whose_path_is_not_known_claims_nothing(
     assert cluster.metric("unknown_prompts_total", reason="unknown_model") == 1
 
 
+async def test_adapter_that_workers_have_from_different_paths_claims_nothing(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    """The path is part of every hash, so what one worker would hold the other never does."""
+    cluster = await start_cluster()
+    for path in ("/one/tuned", "/other/tuned"):
+        await cluster.join(await start_worker(models=("m", "tuned")), Role.BOTH, loras=("tuned",), lora_paths=(path,))
+    assert (await cluster.post(PATH, body(PROMPT, model="tuned")))[0] == 200
+    assert cluster.metric("unknown_prompts_total", reason="unknown_model") == 1
+
+
 async def test_salted_prompt_finds_no_blocks_of_others(pair: Pair) -> None:
     await pair.holds(0, PROMPT)
     assert {await pair.goes_to(PROMPT, cache_salt="mine") for _ in range(2)} == {0, 1}

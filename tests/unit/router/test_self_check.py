@@ -19,7 +19,8 @@ from vllm_pd.router.announcements import Announcements
 from vllm_pd.router.model_folder import read_tokenizer_files
 from vllm_pd.router.prompt_tokenizer import PromptTokenizer
 from vllm_pd.router.request_fields import read_fields
-from vllm_pd.state import Epoch, PoolSpec, Role, TokenizerFiles
+from vllm_pd.state import Epoch, PoolSpec, Role, TokenizerFiles, WorkerId
+from vllm_pd.state.block_index import Holder
 
 Tokenize = Callable[[dict[str, Any]], list[int] | None]
 
@@ -201,6 +202,31 @@ async def test_prompts_whose_blocks_are_never_announced_are_a_mismatch(
         await until(lambda n=n: checked.missed > n or checked.mismatch, "it was missed")  # type: ignore[misc]
     await until(lambda: checked.mismatch, "the mismatch is seen")
     assert "announces blocks, but none of the last" in caplog.text
+
+
+async def test_proof_by_events_gets_another_chance(
+    start: Start, files: TokenizerFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "RECHECK_S", 0.3)
+    checked = await start(like(files))
+    holder = Holder(WorkerId(checked.workers[0].host_port))
+    checked.announced._misses[holder] = announcements.MISSES
+    await until(lambda: checked.mismatch, "the mismatch is seen")
+    await until(lambda: checked.mismatch == 0.0, "it is forgotten")
+    assert "are checked again" in caplog.text
+    assert checked.missed == 0
+
+
+async def test_client_that_names_a_rank_proves_nothing_about_the_one_that_was_chosen(
+    start: Start, files: TokenizerFiles
+) -> None:
+    checked = await start(None)
+    await checked.join(0, dp_size=2)
+    ids = list(range(200))
+    for headers, watched in (({"X-data-parallel-rank": "0"}, 0), ({}, 1)):
+        request = {"model": "m", "prompt": ids}
+        assert (await checked.cluster.post("/v1/completions", request, headers=headers))[0] == 200
+        assert checked.watched == watched
 
 
 async def test_prompts_whose_blocks_are_announced_prove_that_all_is_well(
