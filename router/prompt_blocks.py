@@ -100,7 +100,10 @@ class PromptHasher:
             prompt = prepared.prompt
             if prompt.ids is not None or self._tokenizer is None or prepared.walk is None:
                 ids = prompt.ids or []
-                return PromptBlocks(len(ids), self._hasher.keys(ids, prepared.extra))
+                try:
+                    return PromptBlocks(len(ids), self._hasher.keys(ids, prepared.extra))
+                except ValueError:
+                    raise PromptUnknown(Unknown.UNREADABLE) from None
             segments, pieces = self._tokenizer.segments, prompt.pieces
             _, after = self._tokenizer.around(add_special_tokens=prompt.add_special_tokens)
             tokens, keys = self._chain.keys(

@@ -7,6 +7,7 @@ do it, is placed without any claim about caches.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,9 @@ MISMATCH = "hash_mismatch"
 MODEL = "unknown_model"
 BUSY = "too_busy"
 LATE = "too_late"
+ERROR = "error"
+
+_log = logging.getLogger(__name__)
 
 
 class PromptReader:
@@ -100,7 +104,12 @@ class PromptReader:
             return PromptBlocks(max(body_bytes // _BYTES_PER_TOKEN, block_size), (), why)
         hasher = self._tokenizers.hasher(record.pool, worker.pool, record.tokenizer)
         began = time.perf_counter()
-        found = await self._hash(hasher, fields, kind, lora)
+        try:
+            found = await self._hash(hasher, fields, kind, lora)
+        except Exception:
+            # A mistake in here must not cost a request that its worker can serve.
+            _log.exception("the blocks of a prompt of %s are not known", demand.path)
+            found = PromptBlocks(body_bytes // _BYTES_PER_TOKEN, (), ERROR)
         self._metrics.hashing_seconds.observe(time.perf_counter() - began)
         if found.why_unknown:
             # Unknown counts as long, unless its very size says otherwise.

@@ -177,6 +177,24 @@ async def test_adapter_that_workers_have_from_different_paths_claims_nothing(
     assert cluster.metric("unknown_prompts_total", reason="unknown_model") == 1
 
 
+async def test_ids_that_no_tokenizer_has_are_for_the_worker_to_judge(pair: Pair) -> None:
+    assert (await pair.cluster.post(PATH, body([2**70] * 100)))[0] == 200
+    assert pair.cluster.metric("unknown_prompts_total", reason="unreadable") == 1
+
+
+async def test_mistake_in_reading_a_prompt_costs_no_request(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def blocks(*args: Any, **options: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(PromptHasher, "blocks", blocks)
+    assert (await pair.cluster.post(PATH, body(PROMPT)))[0] == 200
+    assert pair.cluster.metric("unknown_prompts_total", reason="error") == 1
+    assert "ZeroDivisionError" in caplog.text
+    assert pair.cluster.inflight() == 0
+
+
 async def test_salted_prompt_finds_no_blocks_of_others(pair: Pair) -> None:
     await pair.holds(0, PROMPT)
     assert {await pair.goes_to(PROMPT, cache_salt="mine") for _ in range(2)} == {0, 1}
