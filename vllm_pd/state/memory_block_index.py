@@ -24,7 +24,7 @@ from vllm_pd.state.block_index import (
     Tier,
 )
 from vllm_pd.state.keys import cache_name, check_namespace
-from vllm_pd.state.memory_store import MemoryCache, MemoryStore, MemoryStream, Namespace, happened
+from vllm_pd.state.memory_store import MemoryCache, MemoryStore, MemoryStream, Namespace
 
 _TIERS = (Tier.GPU, Tier.CPU, Tier.SSD)
 
@@ -127,7 +127,7 @@ class MemoryBlockIndex:
             event = stream.waiters.join() if wait_ms and not found else None
         if event is None:
             return found
-        await happened(event, wait_ms)
+        await stream.waiters.wait(event, wait_ms)
         with self._store.lock:
             return self._after(pool, self._stream(pool), after, limit)
 
@@ -183,8 +183,7 @@ class MemoryBlockIndex:
     def _after(self, pool: PoolId, stream: MemoryStream, after: Position, limit: int) -> Sequence[StreamEntry]:
         """Call with the store's lock held."""
         number, _ = order(after)
-        if number > stream.last or (after != START and number + 1 < stream.first):
+        skipped = number + 1 - stream.first
+        if number > stream.last or (after != START and skipped < 0):
             raise IndexLost(f"The block events of pool {pool} do not go on from where they were read last.")
-        return list(
-            islice(stream.entries, max(number + 1 - stream.first, 0), max(number + 1 - stream.first, 0) + limit)
-        )
+        return list(islice(stream.entries, max(skipped, 0), max(skipped, 0) + limit))

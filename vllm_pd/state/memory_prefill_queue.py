@@ -10,7 +10,7 @@ from itertools import islice
 
 from vllm_pd.state.base import PoolId, WorkerId
 from vllm_pd.state.keys import check_namespace
-from vllm_pd.state.memory_store import MemoryJob, MemoryQueue, MemoryStore, happened
+from vllm_pd.state.memory_store import MemoryJob, MemoryQueue, MemoryStore
 from vllm_pd.state.prefill_queue import (
     Claim,
     DeadJob,
@@ -55,7 +55,7 @@ class MemoryPrefillQueue:
                 if claim is not None or left_ms <= 0:
                     return claim
                 event = queue.waiters.join()
-            await happened(event, left_ms)
+            await queue.waiters.wait(event, left_ms)
 
     async def extend(self, pool: PoolId, claim: Claim) -> bool:
         with self._queue(pool) as queue:
@@ -131,7 +131,7 @@ class MemoryPrefillQueue:
                 if found is not None or left_ms <= 0:
                     return found[0] if found is not None else None
                 event = queue.waiters.join()
-            await happened(event, left_ms)
+            await queue.waiters.wait(event, left_ms)
 
     async def dead(self, pool: PoolId, limit: int = 100) -> Sequence[DeadJob]:
         with self._queue(pool) as queue:

@@ -31,30 +31,42 @@ class MemoryCache:
 
 
 class Waiters:
-    """Who waits for something to happen in the store. Call everything with the store's lock held."""
+    """Who waits for something to happen in the store.
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+    Args:
+        lock: the store's; `join`, `wake` and `len` are called with it held, `wait` without.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def join(self) -> asyncio.Event:
-        """Set at the next `wake`; for the running event loop."""
+        """Set at the next `wake`; for the running event loop, which then awaits `wait`."""
         event = asyncio.Event()
-        self._waiting.append((asyncio.get_running_loop(), event))
+        self._waiting[event] = asyncio.get_running_loop()
         return event
 
+    async def wait(self, event: asyncio.Event, wait_ms: float) -> None:
+        """Return when it is set, or after `wait_ms`."""
+        try:
+            async with asyncio.timeout(wait_ms / 1000):
+                await event.wait()
+        except TimeoutError:
+            return
+        finally:
+            with self._lock:
+                self._waiting.pop(event, None)
+
     def wake(self) -> None:
-        for loop, event in self._waiting:
+        for event, loop in self._waiting.items():
             # A loop that was closed waits for nothing.
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(event.set)
-        self._waiting = []
-
-
-async def happened(event: asyncio.Event, wait_ms: float) -> None:
-    """Return when it is set, or after `wait_ms`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(wait_ms / 1000):
-            await event.wait()
+        self._waiting = {}
 
 
 class MemoryStream:
@@ -62,12 +74,13 @@ class MemoryStream:
 
     Args:
         last: numbers begin after this one.
+        lock: the store's.
     """
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: int, lock: threading.Lock) -> None:
         self.entries: deque[StreamEntry] = deque(maxlen=_LONGEST_STREAM)
         self.last = last
-        self.waiters = Waiters()
+        self.waiters = Waiters(lock)
 
     @property
     def first(self) -> int:
@@ -94,14 +107,18 @@ class MemoryJob:
 
 
 class MemoryQueue:
-    """The prefill queue of a pool. Jobs are in order of arrival; `job.worker` says in which stream each is."""
+    """The prefill queue of a pool. Jobs are in order of arrival; `job.worker` says in which stream each is.
 
-    def __init__(self) -> None:
+    Args:
+        lock: the store's.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
         self.jobs: dict[JobId, MemoryJob] = {}
         self.results: dict[JobId, tuple[JobResult, float]] = {}
         self.dead: deque[DeadJob] = deque()
         self.entries = 0
-        self.waiters = Waiters()
+        self.waiters = Waiters(lock)
 
     def drop_ended(self, now: float) -> None:
         self.jobs = {id: job for id, job in self.jobs.items() if job.ends > now}
@@ -113,6 +130,7 @@ class Namespace:
     """Values with the time (ms of the store's clock) at which each ends."""
 
     restarts: int
+    lock: threading.Lock
     workers: dict[tuple[PoolId, WorkerId], tuple[WorkerRecord, float]] = field(default_factory=dict)
     loads: dict[tuple[PoolId, WorkerId], dict[int, tuple[dict[int, WorkerLoad], float]]] = field(default_factory=dict)
     inflight: dict[tuple[PoolId, str], tuple[dict[WorkerId, RouterWork], float]] = field(default_factory=dict)
@@ -120,15 +138,14 @@ class Namespace:
     tokenizers: dict[tuple[PoolId, str], tuple[TokenizerFiles, float]] = field(default_factory=dict)
     caches: dict[tuple[PoolId, Holder, Epoch], MemoryCache] = field(default_factory=dict)
     events: dict[PoolId, MemoryStream] = field(default_factory=dict)
-
     queues: dict[PoolId, MemoryQueue] = field(default_factory=dict)
 
     def queue(self, pool: PoolId) -> MemoryQueue:
-        return self.queues.setdefault(pool, MemoryQueue())
+        return self.queues.setdefault(pool, MemoryQueue(self.lock))
 
     def stream(self, pool: PoolId) -> MemoryStream:
         """The pool's events. Numbers of an earlier life of the store are smaller, as a server's clock makes them."""
-        return self.events.setdefault(pool, MemoryStream(self.restarts << 40))
+        return self.events.setdefault(pool, MemoryStream(self.restarts << 40, self.lock))
 
     def drop_ended(self, now: float) -> None:
         self.workers = {key: value for key, value in self.workers.items() if value[1] > now}
@@ -163,7 +180,7 @@ class MemoryStore:
 
     def namespace(self, name: str) -> Namespace:
         """Call with `lock` held; everything that has ended is already gone."""
-        space = self._namespaces.setdefault(name, Namespace(self._restarts))
+        space = self._namespaces.setdefault(name, Namespace(self._restarts, self.lock))
         space.drop_ended(self.now_ms())
         return space
 
