@@ -39,6 +39,7 @@ class PDStatLogger(compat.AggregateStatLoggerBase):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
         self._vllm_config = vllm_config
         self._engines = len(engine_indexes)
+        self._first = engine_indexes[0] if engine_indexes else 0
         self._config = runtime.configured()
         self._agent: Agent | None = None
 
@@ -51,7 +52,7 @@ class PDStatLogger(compat.AggregateStatLoggerBase):  # type: ignore[misc]
     ) -> None:
         if self._agent is not None and scheduler_stats is not None:
             self._agent.observe(
-                engine_idx,
+                engine_idx - self._first,
                 scheduler_stats.num_running_reqs,
                 scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
                 scheduler_stats.kv_cache_usage,
@@ -112,13 +113,17 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
 
 
 def _event_sources(vllm_config: Any) -> dict[int, EventEndpoints]:
+    """Engine -> where it publishes. Engines are numbered as requests name them: from 0, also where the data-parallel
+    ranks of this server begin later."""
     client, asked = runtime.engine(), vllm_config.kv_events_config
     if client is None or asked is None or not compat.ZmqEventPublisher._is_bind_endpoint(asked.endpoint):
         # An engine that connects to somebody's collector publishes to nobody else.
         return {}
     parallel = vllm_config.parallel_config
     first = parallel.data_parallel_rank
-    return event_endpoints(client.get_kv_event_sources(), range(first, first + parallel.data_parallel_size_local))
+    local = range(first, first + parallel.data_parallel_size_local)
+    endpoints = event_endpoints(client.get_kv_event_sources(), local)
+    return {rank - first: where for rank, where in endpoints.items()}
 
 
 def _stop_at_shutdown(agent: Agent) -> None:

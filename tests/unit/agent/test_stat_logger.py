@@ -166,10 +166,10 @@ class EngineClient:
     """What vLLM's engine client knows of its engines' KV events."""
 
     def __init__(self, *published: Any) -> None:
-        self._published = dict(enumerate(published))
+        self.published = dict(enumerate(published))
 
     def get_kv_event_sources(self) -> dict[int, Any]:
-        return self._published
+        return self.published
 
 
 def test_the_agent_reads_where_each_engine_really_publishes(
@@ -207,3 +207,30 @@ def test_adapters_and_the_hash_seed_are_part_of_the_record(
     assert record.pool.hash_seed == "17"
     monkeypatch.delenv("PYTHONHASHSEED")
     assert stat_logger.agent_spec(config(store, port), engine_config("m"), 1).record.pool.hash_seed == ""
+
+
+def test_engines_are_numbered_as_requests_name_them(
+    store: EmbeddedStore, port: int, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a load balancer of its own a server has, for example, ranks 4 and 5, which its clients call 0 and 1."""
+    monkeypatch.setattr(runtime, "_engine", None)
+    published = compat.KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:5561", topic="t")
+    engine = engine_config(str(tiny_model))
+    engine.kv_events_config = published
+    engine.parallel_config.data_parallel_rank = 4
+    client = EngineClient()
+    client.published = {4: published, 5: dataclasses.replace(published, endpoint="tcp://*:5562")}
+    runtime.remember_engine(client)
+    spec = stat_logger.agent_spec(config(store, port, kv_events=True), engine, 2)
+    assert spec.event_sources() == {
+        0: EventEndpoints("tcp://127.0.0.1:5561", "", "t"),
+        1: EventEndpoints("tcp://127.0.0.1:5562", "", "t"),
+    }
+
+    runtime.configure(config(store, port))
+    logger = stat_logger.PDStatLogger(engine, [4, 5])
+    logger.log_engine_initialized()
+    eventually(lambda: bool(workers(store)))
+    logger.record(compat.SchedulerStats(num_running_reqs=3), None, engine_idx=5)
+    eventually(lambda: set(workers(store)[0].loads) == {1})
+    object.__new__(compat.AsyncLLM).shutdown()
