@@ -19,6 +19,8 @@ POLICY_HEADER = "x-vllm-pd-policy"
 TEMPERATURE_HEADER = "x-vllm-pd-temperature"
 HIGHEST_TEMPERATURE = 1000.0
 _LOW_LIMIT = 64
+NEW_POOL = "new_pool"
+"""Why a prompt is unknown, beside the reasons of `prompt_reading`."""
 
 
 class BadOverride(ValueError):
@@ -42,6 +44,11 @@ class Demand:
     forbidden: Reason | None
     """Which property of the request forbids a split."""
     prompts: Mapping[PoolId, PromptBlocks] = field(default_factory=dict)
+
+    def prompt(self, pool: PoolId) -> PromptBlocks:
+        """The prompt as `pool` sees it; unknown for one that its workers became part of since it was read."""
+        found = self.prompts.get(pool)
+        return found or PromptBlocks(max((prompt.tokens for prompt in self.prompts.values()), default=0), (), NEW_POOL)
 
     @property
     def silent(self) -> bool:

@@ -95,7 +95,7 @@ class Endpoints:
         self._clock = clock
         self._api_key = settings.api_key.encode()
         self._inference = {endpoint.path: endpoint for endpoint in INFERENCE}
-        self._explain = ExplainEndpoint(calls, placer, self._inference)
+        self._explain = ExplainEndpoint(directory, calls, placer, self._inference)
         self._own: dict[str, _Own] = {
             explain_endpoint.PATH: self._explain.serve,
             "/health": self._health,

@@ -6,7 +6,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from vllm_pd.router.call import CallReader, Endpoint
+from vllm_pd.router.call import CallReader, Endpoint, nothing_decodes
+from vllm_pd.router.directory import Directory
 from vllm_pd.router.placement import Placer
 from vllm_pd.router.replies import send_error
 from vllm_pd.router.transport import ClientReply, ClientRequest
@@ -17,7 +18,8 @@ PATH = "/v1/explain"
 class ExplainEndpoint:
     """Takes the body of an inference request. `?path=/v1/completions` says of which endpoint, else its fields do."""
 
-    def __init__(self, calls: CallReader, placer: Placer, inference: dict[str, Endpoint]) -> None:
+    def __init__(self, directory: Directory, calls: CallReader, placer: Placer, inference: dict[str, Endpoint]) -> None:
+        self._directory = directory
         self._calls = calls
         self._placer = placer
         self._inference = inference
@@ -34,6 +36,9 @@ class ExplainEndpoint:
             return
         call.demand.explain = True
         placement = self._placer.place(call.demand, call.workers, split=True)
-        assert placement is not None and placement.record is not None, "a worker that decodes was found"
+        if placement is None:
+            await send_error(reply, 503, nothing_decodes(self._directory, call.demand.model))
+            return
+        assert placement.record is not None, "an explanation was asked for"
         body = msgspec.json.format(msgspec.json.encode(placement.record), indent=1)
         await reply.send(200, [("Content-Type", "application/json")], body)

@@ -135,7 +135,7 @@ class Placer:
         workers: Sequence[Worker],
         session: WorkerId | None,
     ) -> PoolAsk:
-        prompt = demand.prompts[pool]
+        prompt = demand.prompt(pool)
         record = next(worker.record for worker in workers if worker.pool == pool)
         mirror = self._index.mirror(pool) if self._index is not None else None
         known = not prompt.why_unknown
@@ -242,4 +242,4 @@ class Placer:
 def _placed(demand: Demand, workers: Sequence[Worker], ask: PoolAsk, choice: Choice) -> Placed:
     holder = choice.best.holder
     worker = next(worker for worker in workers if worker.id == holder.worker)
-    return Placed(worker, worker.engines[holder.rank], ask.ask, demand.prompts[ask.pool], choice)
+    return Placed(worker, worker.engines[holder.rank], ask.ask, demand.prompt(ask.pool), choice)

@@ -85,7 +85,10 @@ class Proxy:
         if call is None:
             return
         placement = self._placer.place(call.demand, call.workers, split=True)
-        assert placement is not None, "a worker that decodes was found"
+        if placement is None:
+            # They have changed their roles while the prompt was read.
+            await send_error(reply, 503, nothing_decodes(self._directory, call.demand.model))
+            return
         try:
             self._planned(call, placement)
             if placement.prefill is not None:

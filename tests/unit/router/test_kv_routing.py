@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from tests.unit.router.fake_worker import FakeWorker, Seen, hang, status
 from vllm_pd.block_hash import BlockHasher, BlockKey, Lora, extra_keys
 from vllm_pd.router import prompt_reading
 from vllm_pd.router.prompt_blocks import PromptBlocks, PromptHasher
+from vllm_pd.router.prompt_reading import PromptReader
 from vllm_pd.state import BlockIndex, Epoch, Holder, MemoryBlockIndex, MemoryRegistry, MemoryStore, Role, WorkerId
 
 GPU, CPU, SSD = 1, 2, 4
@@ -193,6 +194,37 @@ async def test_mistake_in_reading_a_prompt_costs_no_request(
     assert pair.cluster.metric("unknown_prompts_total", reason="error") == 1
     assert "ZeroDivisionError" in caplog.text
     assert pair.cluster.inflight() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "role", "dtype", "expected"),
+    [
+        (PATH, Role.BOTH, "fp8", 200),
+        (PATH, Role.PREFILL, "auto", 503),
+        ("/v1/explain", Role.BOTH, "fp8", 200),
+        ("/v1/explain", Role.PREFILL, "auto", 503),
+    ],
+)
+async def test_worker_may_start_anew_as_another_while_a_prompt_is_read(
+    start_cluster: StartCluster,
+    start_worker: StartWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    role: Role,
+    dtype: str,
+    expected: int,
+) -> None:
+    cluster, worker = await start_cluster(), await start_worker()
+    await cluster.join(worker, Role.BOTH)
+    read = PromptReader.read
+
+    async def slowly(self: PromptReader, *args: Any) -> None:
+        await read(self, *args)
+        await cluster.join(worker, role, spec=replace(SPEC, kv_dtype=dtype), epoch=Epoch(2000))
+
+    monkeypatch.setattr(PromptReader, "read", slowly)
+    assert (await cluster.post(path, body(PROMPT)))[0] == expected
+    assert cluster.inflight() == 0
 
 
 async def test_salted_prompt_finds_no_blocks_of_others(pair: Pair) -> None:
