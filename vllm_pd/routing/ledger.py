@@ -8,7 +8,7 @@ from math import inf
 
 from vllm_pd.block_hash import BlockKey
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Overlap, Rates
-from vllm_pd.routing.predict import cached_tokens, wait
+from vllm_pd.routing.predict import cached_tokens, turn, wait
 from vllm_pd.routing.rates import PrefillWork, RateLearner, Speed, prefill_work, together
 from vllm_pd.state.base import PoolId, Role
 from vllm_pd.state.block_index import Holder
@@ -218,7 +218,7 @@ class EngineLedger:
             rates = self.rates
             entry.seconds = rates.prefill(entry.new, entry.cached) + rates.load(overlap)
             if self.ordered:
-                entry.turn = self._turn(ask, held, now + patience * entry.seconds)
+                entry.turn = self._turn(ask, held, turn(now, patience, entry.seconds))
             if ask.exact:
                 entry.promises = ask.keys[held:]
                 self.promised.update(dict.fromkeys(entry.promises, entry))
@@ -238,10 +238,10 @@ class EngineLedger:
         self._refresh(now)
         return entry.turn
 
-    def _turn(self, ask: Ask, held: int, turn: float) -> float:
+    def _turn(self, ask: Ask, held: int, own: float) -> float:
         """Not before the request that computes the last of its blocks that are promised."""
         first = self.promised.get(ask.keys[held - 1]) if 0 < held <= len(ask.keys) else None
-        return max(turn, first.turn) if first is not None else turn
+        return max(own, first.turn) if first is not None else own
 
     def _enqueue(self, request: Hashable, entry: _Request) -> None:
         queue = self._queue

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Candidate, Overlap, Overlaps
 
+LONGEST_PATIENCE = 60.0
+"""Seconds. Whatever is predicted of its work, nothing that comes later than this goes before a request."""
 LATENESS = 0.5
 """Seconds that overdue work is expected to need yet for every second that it is overdue."""
 
@@ -46,11 +48,17 @@ def wait(candidate: Candidate, now: float) -> float:
     return least + LATENESS * (least - left) if least else 0.0
 
 
-def overtaken(turns: Sequence[tuple[float, float]], turn: float) -> tuple[float, int]:
-    """Seconds of the waiting requests that a request with this turn goes before, and how many they are."""
+def turn(now: float, patience: float, work: float) -> float:
+    """Of the requests that wait at an `ordered` engine, the one with the smallest is computed next: a request that
+    came at `now` lets those go before it that come later by up to `patience` times its own `work` in seconds."""
+    return now + min(patience * work, LONGEST_PATIENCE)
+
+
+def overtaken(turns: Sequence[tuple[float, float]], own: float) -> tuple[float, int]:
+    """Seconds of the waiting requests that a request with the turn `own` goes before, and how many they are."""
     seconds, count = 0.0, 0
     for theirs, work in reversed(turns):
-        if theirs <= turn:
+        if theirs <= own:
             break
         seconds += work
         count += 1
@@ -65,5 +73,5 @@ def predict(candidate: Candidate, ask: Ask, overlap: Overlap, now: float, patien
     load, prefill = rates.load(overlap), rates.prefill(ask.tokens - cached, cached)
     queue = wait(candidate, now)
     if candidate.turns:
-        queue -= overtaken(candidate.turns, now + patience * (load + prefill))[0]
+        queue -= overtaken(candidate.turns, turn(now, patience, load + prefill))[0]
     return Prediction(queue, load, prefill)

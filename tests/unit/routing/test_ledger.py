@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.unit.routing.engines import engine, keys, send
 from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Overlap
-from vllm_pd.routing.predict import overtaken
+from vllm_pd.routing.predict import LONGEST_PATIENCE, overtaken
 
 
 def test_queue_shrinks_as_time_passes() -> None:
@@ -195,6 +195,11 @@ class TestOrdered:
         assert send(ledger, "soon", 100, 1.7, patience=2.0) == pytest.approx(1.9)
         assert send(ledger, "late", 100, 1.9, patience=2.0) == pytest.approx(2.1)
         assert [turn for turn, _ in ledger.turns] == pytest.approx([1.9, 2.0, 2.1])
+
+    def test_prediction_out_of_all_proportion_makes_nobody_wait_for_ever(self) -> None:
+        ledger = self.ledger()
+        send(ledger, "computed", 100, 0.0, patience=2.0)
+        assert send(ledger, "long", 10**6, 0.0, patience=2.0) == LONGEST_PATIENCE
 
     def test_without_patience_all_come_as_they_came(self) -> None:
         ledger = self.ledger()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Candidate, Overlaps, Rates
-from vllm_pd.routing.predict import LATENESS, overtaken, predict
+from vllm_pd.routing.predict import LATENESS, overtaken, predict, turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Predicted:
                 queue = least + LATENESS * (least - queue) if least else 0.0
             others = disturbance * candidate.decoding
             if candidate.turns:
-                before, delayed = overtaken(candidate.turns, now + patience * work)
+                before, delayed = overtaken(candidate.turns, turn(now, patience, work))
                 queue -= before
                 others += delayed
             found.append(queue + work * (weight + others))
@@ -72,7 +72,7 @@ class Predicted:
         candidate = candidates[index]
         expected = predict(candidate, ask, overlaps.get(candidate.holder, NO_OVERLAP), now, self.patience)
         work = expected.load + expected.prefill
-        delayed = overtaken(candidate.turns, now + self.patience * work)[1]
+        delayed = overtaken(candidate.turns, turn(now, self.patience, work))[1]
         return {
             "queue": expected.queue,
             "load": expected.load,
