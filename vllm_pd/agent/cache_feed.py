@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+from collections.abc import Callable
 
 from vllm_pd.agent.block_truth import BlockTruth
 from vllm_pd.agent.index_feeder import FeedLimits, IndexFeeder
@@ -13,6 +15,9 @@ from vllm_pd.background import end_tasks
 from vllm_pd.state.block_index import BlockWriter, Holder
 
 logger = logging.getLogger("vllm.vllm_pd")
+
+RETRY_S = 5.0
+"""Seconds after which events are followed anew that an unforeseen error ended the following of."""
 
 
 class CacheFeed:
@@ -41,7 +46,8 @@ class CacheFeed:
         self.truth = BlockTruth()
         name = f"{holder.worker} rank {holder.rank}"
         self.feeder = IndexFeeder(writer, self.truth, ttl_ms=ttl_ms, renew_s=renew_s, name=name, limits=feed_limits)
-        self.source = KvEventSource(endpoints, self, source_limits) if endpoints is not None else None
+        self._open = functools.partial(KvEventSource, endpoints, self, source_limits) if endpoints is not None else None
+        self.source: KvEventSource | None = None
         self.unreadable = 0
         """Messages and events that could not be read."""
         self._name = name
@@ -50,8 +56,8 @@ class CacheFeed:
     def start(self) -> None:
         """Begin, in the running loop. Nothing is written before `feeder.allow(True)`."""
         self._tasks.append(asyncio.create_task(self.feeder.run()))
-        if self.source is not None:
-            self._tasks.append(asyncio.create_task(self._follow(self.source)))
+        if self._open is not None:
+            self._tasks.append(asyncio.create_task(self._follow(self._open)))
 
     async def stop(self) -> None:
         """End; the index stays as it is. Idempotent."""
@@ -80,10 +86,20 @@ class CacheFeed:
         """Nothing that was learned so far is known to be true any more."""
         self.feeder.push(self.truth.forget())
 
-    async def _follow(self, source: KvEventSource) -> None:
-        try:
-            await source.run()
-        except Exception:
+    async def _follow(self, open_source: Callable[[], KvEventSource]) -> None:
+        complained = False
+        while True:
+            self.source = open_source()
+            try:
+                await self.source.run()
+            except Exception:
+                log = logger.debug if complained else logger.error
+                log(
+                    "vllm-pd: the KV events of %s cannot be followed; its blocks leave the index, trying again",
+                    self._name,
+                    exc_info=True,
+                )
+                complained = True
             # Without its events nothing is known of this cache, so nothing must be claimed.
-            logger.exception("vllm-pd: the KV events of %s cannot be followed; its blocks leave the index", self._name)
             self.lost()
+            await asyncio.sleep(RETRY_S)

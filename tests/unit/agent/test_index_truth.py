@@ -16,6 +16,7 @@ import redis
 from tests.conformance.block_index import EPOCH, HOLDER, POOL, Mirror, held
 from tests.unit.agent.publisher import CLEARED, Publisher, removed, stored
 from tests.unit.agent.test_block_truth import block, key
+from vllm_pd.agent import cache_feed
 from vllm_pd.agent.cache_feed import CacheFeed
 from vllm_pd.agent.index_feeder import FeedLimits
 from vllm_pd.agent.kv_event_source import EventEndpoints, SourceLimits
@@ -209,6 +210,27 @@ async def test_what_cannot_be_had_any_more_is_never_claimed(seed: int, tmp_path:
         assert w.feed.source is not None and w.feed.source.stats.lost > 0
         truth = w.engine.truth() | {key(last): 1}
         assert all(truth.get(name, 0) & bits == bits for name, bits in told(w.feed).items())
+
+
+async def test_an_unforeseen_error_costs_what_was_known_and_not_the_rest(
+    tmp_path: Path, store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_feed, "RETRY_S", 0.01)
+    async with world(tmp_path, store, 0) as w:
+        w.publish()
+        await equal(w, lambda: (w.engine.truth(), w.engine.truth()))
+        apply, failures = w.feed.truth.apply, [1, 2]
+
+        def fail(events: Any) -> Any:
+            if failures:
+                raise KeyError(failures.pop())
+            return apply(events)
+
+        monkeypatch.setattr(w.feed.truth, "apply", fail)
+        w.publisher.publish(w.engine.step())
+        await until(lambda: not failures, w)
+        w.publisher.publish(w.engine.step())
+        await equal(w, lambda: (w.engine.truth(), w.engine.truth()))
 
 
 def told(feed: CacheFeed) -> dict[bytes, int]:
