@@ -82,7 +82,8 @@ class _Pool:
     """The pool's workers when it was looked at last."""
     told: bool = False
     """Whether the problem was logged."""
-    retry_at: float = 0.0
+    retry_at: dict[WorkerId, float] = field(default_factory=dict)
+    """When to ask those again that did not answer."""
     recheck_at: float = inf
 
 
@@ -139,11 +140,12 @@ class SelfCheck:
                     self._pools[pool] = state = _Pool()
                 state.starts = starts
                 state.workers = {name: start for name, start in state.workers.items() if name in starts}
+                state.retry_at = {name: at for name, at in state.retry_at.items() if name in starts}
             if not state.problem:
                 state.problem = _algorithm(workers[0])
             if not state.problem and (problem := self._announcements.problem(workers)):
                 state.problem, state.recheck_at = problem, self._clock() + RECHECK_S
-            if not state.problem and self._clock() >= state.retry_at:
+            if not state.problem:
                 await self._compare(state, workers)
             if state.problem and not state.told:
                 state.told = True
@@ -157,7 +159,7 @@ class SelfCheck:
     async def _compare(self, state: _Pool, workers: Sequence[Worker]) -> None:
         for worker in workers:
             key = (worker.record.epoch, worker.record.tokenizer)
-            if state.workers.get(worker.id) == key:
+            if state.workers.get(worker.id) == key or self._clock() < state.retry_at.get(worker.id, 0.0):
                 continue
             hasher = self._hasher(worker)
             if hasher is None:
@@ -166,10 +168,11 @@ class SelfCheck:
                 async with asyncio.timeout(DEADLINE_S):
                     state.problem = await self._compare_with(worker, hasher)
             except (UpstreamError, TimeoutError, msgspec.DecodeError) as e:
-                state.retry_at = self._clock() + RETRY_S
-                _log.warning(
-                    "worker %s did not say how it tokenizes, it is asked again later: %s", worker.id, e or "late"
+                level = logging.DEBUG if worker.id in state.retry_at else logging.WARNING
+                _log.log(
+                    level, "worker %s did not say how it tokenizes, it is asked again later: %s", worker.id, e or "late"
                 )
+                state.retry_at[worker.id] = self._clock() + RETRY_S
                 return
             if state.problem:
                 return

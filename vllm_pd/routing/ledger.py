@@ -47,10 +47,10 @@ class _Request:
 class EngineLedger:
     """One engine as a `Candidate`. Times are the caller's monotonic seconds and never go back.
 
-    Prefill work is a queue served in the order of arrival: what is predicted to be left of it shrinks as time passes
-    and is corrected with every first token. The end of a request that is unknown is ignored, because requests end in
-    several ways at once. A silent request leaves the queue when a later one has its first token, or when its own
-    predicted time is over (`advance`).
+    Prefill work is a queue, served in the order of arrival or, by an `ordered` engine, of turns: what is predicted to
+    be left of it shrinks as time passes and is corrected with every first token. The end of a request that is unknown
+    is ignored, because requests end in several ways at once. A silent request leaves the queue when a later one has
+    its first token, or when its own predicted time is over (`advance`).
     """
 
     __slots__ = (

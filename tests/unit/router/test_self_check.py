@@ -189,6 +189,16 @@ async def test_worker_that_does_not_say_how_it_tokenizes_is_asked_again(
     await until(lambda: "tokenizes as this router does" in caplog.text, "it was asked again")
 
 
+async def test_worker_that_never_says_it_keeps_nobody_from_being_asked_and_is_named_once(
+    start: Start, files: TokenizerFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked = await start(None, None, None)
+    await until(lambda: all(caplog.text.count(w.host_port) for w in checked.workers), "all were asked")
+    checked.workers[2].tokenize = drop_one(files)
+    await until(lambda: checked.mismatch, "the mismatch of the last one is seen")
+    assert caplog.text.count("did not say how it tokenizes") == 3
+
+
 async def test_prompts_whose_blocks_are_never_announced_are_a_mismatch(
     start: Start, files: TokenizerFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
