@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from itertools import islice
-from pathlib import PurePosixPath
 
 from vllm_pd.kv_offload.ssd_budget import BLOCK_SUFFIX
 from vllm_pd.vllm_compat import make_offload_key
@@ -78,10 +77,11 @@ class SsdInventory:
         """`<folder>/<hhh>/<hh>_g<group>/<hash>.bin` as vLLM names it; None for any other file."""
         if not path.startswith(self._prefix) or not path.endswith(BLOCK_SUFFIX):
             return None
-        file = PurePosixPath(path)
-        _, mark, group = file.parent.name.rpartition("_g")
+        # A scan asks this of every file in the engine's process: no path objects.
+        folder, _, name = path.rpartition("/")
+        _, mark, group = folder.rpartition("/")[2].rpartition("_g")
         try:
-            key: Key = make_offload_key(bytes.fromhex(file.stem), int(group) if mark else -1)
+            key: Key = make_offload_key(bytes.fromhex(name.removesuffix(BLOCK_SUFFIX)), int(group) if mark else -1)
         except (ValueError, OverflowError):
             return None
         return key
