@@ -19,6 +19,8 @@ _TRANSFER = Raw(
     b'"remote_host":null,"remote_port":null}'
 )
 
+PRIORITY_HEADER = "x-vllm-priority"
+"""vLLM takes it before the body's `priority`, if it is a whole number."""
 PRIORITY_STEP = 1 << 44
 """Between two priorities of clients: more than the milliseconds since 1970 will be for centuries."""
 MAX_PRIORITY = 1 << 18
@@ -87,6 +89,14 @@ def transfer_params(answer: bytes) -> bytes | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return raw if raw.startswith(b"{") and raw != b"{}" else None
+
+
+def own_priority(in_body: Any, in_header: str | None) -> Any:
+    """The priority that vLLM would take from a client's request; UNSET if it names none."""
+    try:
+        return int(in_header) if in_header is not None else in_body
+    except ValueError:
+        return in_body
 
 
 def prioritised_body(body: bytes, own: Any, turn: int) -> bytes:

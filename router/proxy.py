@@ -26,7 +26,14 @@ from vllm_pd.router.decision import Reason
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.explanation import DECISION_HEADER, decision_header
 from vllm_pd.router.headers import to_client, to_worker
-from vllm_pd.router.legs import decode_body, prefill_body, prioritised_body, transfer_params
+from vllm_pd.router.legs import (
+    PRIORITY_HEADER,
+    decode_body,
+    own_priority,
+    prefill_body,
+    prioritised_body,
+    transfer_params,
+)
 from vllm_pd.router.metrics import RouterMetrics, status_name
 from vllm_pd.router.placement import Placement, Placer
 from vllm_pd.router.replies import send_error, sse_error
@@ -153,7 +160,7 @@ class Proxy:
         answer: UpstreamResponse | None = None
         attempt = self._placer.begin(placed)
         try:
-            body = _with_turn(body, attempt, call)
+            body, headers = _with_turn(body, headers, attempt, call)
             async with asyncio.timeout(deadline):
                 answer = await self._upstream.open("POST", worker.url, call.request.target, headers, body, deadline)
                 worker.note_success()
@@ -279,13 +286,12 @@ class Proxy:
         return headers
 
     async def _open_decode(self, attempt: Attempt, call: Call) -> UpstreamResponse:
-        body = call.body
+        body, headers = call.body, self._headers(call, attempt.placed, call.request_id)
         if attempt.remote and call.params is not None:
             body = decode_body(body, call.params)
             attempt.prefilled()
         else:
-            body = _with_turn(body, attempt, call)
-        headers = self._headers(call, attempt.placed, call.request_id)
+            body, headers = _with_turn(body, headers, attempt, call)
         self._metrics.overhead_seconds.observe(time.monotonic() - call.ready - call.prefill_took)
         return await self._upstream.open(
             call.request.method,
@@ -360,9 +366,15 @@ class Proxy:
             reply.abort()
 
 
-def _with_turn(body: bytes, attempt: Attempt, call: Call) -> bytes:
-    """`body` with the turn of its prompt, where the engine is to be told. A body without a prompt is refused anyway."""
+def _with_turn(body: bytes, headers: Headers, attempt: Attempt, call: Call) -> tuple[bytes, Headers]:
+    """What is sent, with the turn of its prompt where the engine is to be told.
+
+    A body without a prompt is refused anyway.
+    """
     fields = call.demand.fields
     if attempt.turn is None or fields is None or call.demand.forbidden is Reason.NO_PROMPT:
-        return body
-    return prioritised_body(body, fields.priority, attempt.turn)
+        return body, headers
+    told = prioritised_body(body, own_priority(fields.priority, header(headers, PRIORITY_HEADER)), attempt.turn)
+    if told is not body:
+        headers = [pair for pair in headers if pair[0].lower() != PRIORITY_HEADER]
+    return told, headers

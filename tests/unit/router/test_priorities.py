@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.router.conftest import LONG, Cluster, StartCluster, StartWorker
 from tests.unit.router.fake_worker import FakeWorker
+from vllm_pd.router.legs import PRIORITY_STEP
 from vllm_pd.state import Role
 
 PATH = "/v1/completions"
@@ -72,6 +73,20 @@ async def test_clients_priority_ranks_before_the_turn(start_cluster: StartCluste
         await cluster.post(PATH, {"model": "m", "prompt": "short", "priority": priority})
     usual, late, early = (seen.json["priority"] for seen in worker.posts)
     assert early < 0 < usual < late
+
+
+async def test_header_by_which_clients_name_a_priority_ranks_before_the_body(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    cluster, worker = await joined(start_cluster, start_worker, by_priority=True)
+    request = {"model": "m", "prompt": "short", "priority": -5}
+    for value in ("7", "high"):
+        await cluster.post(PATH, request, headers={"X-Vllm-Priority": value})
+    by_header, by_body = worker.posts
+    assert by_header.json["priority"] > 7 * PRIORITY_STEP
+    # vLLM would take it once more.
+    assert by_header.header("X-Vllm-Priority") is None
+    assert by_body.json["priority"] < 0
 
 
 async def test_endpoints_without_a_prompt_have_no_priority(
