@@ -43,6 +43,7 @@ class CacheFeed:
         feed_limits: FeedLimits | None = None,
     ) -> None:
         self.holder = holder
+        self.endpoints = endpoints
         self.truth = BlockTruth()
         name = f"{holder.worker} rank {holder.rank}"
         self.feeder = IndexFeeder(writer, self.truth, ttl_ms=ttl_ms, renew_s=renew_s, name=name, limits=feed_limits)

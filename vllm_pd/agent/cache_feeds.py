@@ -10,7 +10,7 @@ from vllm_pd.agent.cache_feed import CacheFeed
 from vllm_pd.agent.kv_event_source import EventEndpoints
 from vllm_pd.errors import StoreError
 from vllm_pd.state.base import WorkerRecord
-from vllm_pd.state.block_index import BlockIndex, Holder
+from vllm_pd.state.block_index import BlockIndex, BlockWriter, Holder
 
 logger = logging.getLogger("vllm.vllm_pd")
 
@@ -24,7 +24,7 @@ class CacheFeeds:
     Args:
         record: the worker.
         index: where its blocks are written.
-        sources: the engines and where each publishes; may change when engines are added or removed.
+        sources: the engines and where each publishes; may change when engines are added, removed or replaced.
         lease_s: the worker's lease.
     """
 
@@ -42,6 +42,8 @@ class CacheFeeds:
         self._allowed = False
         self._complained = False
         self._feeds: dict[int, CacheFeed] = {}
+        self._writers: dict[int, BlockWriter] = {}
+        """Kept for engines that come back: their history must go on where it ended."""
 
     @property
     def feeds(self) -> tuple[CacheFeed, ...]:
@@ -57,7 +59,7 @@ class CacheFeeds:
             self._complained = True
             return
         self._complained = False
-        for rank in [rank for rank in self._feeds if rank not in wanted]:
+        for rank in [rank for rank, feed in self._feeds.items() if wanted.get(rank) != feed.endpoints]:
             feed = self._feeds.pop(rank)
             await feed.stop()
             try:
@@ -96,8 +98,9 @@ class CacheFeeds:
     def _start(self, rank: int, endpoints: EventEndpoints) -> CacheFeed:
         holder = Holder(self._record.id, rank)
         ttl_ms = int(self._lease_s * 1000) * _TTL_LEASES
-        writer = self._index.writer(self._record.pool.id, holder, self._record.epoch, ttl_ms)
-        feed = CacheFeed(holder, writer, endpoints, ttl_ms=ttl_ms, renew_s=self._lease_s / 2)
+        if rank not in self._writers:
+            self._writers[rank] = self._index.writer(self._record.pool.id, holder, self._record.epoch, ttl_ms)
+        feed = CacheFeed(holder, self._writers[rank], endpoints, ttl_ms=ttl_ms, renew_s=self._lease_s / 2)
         feed.start()
         feed.feeder.allow(self._allowed)
         logger.info("vllm-pd: following the KV events of rank %d at %s.", rank, endpoints.live)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from vllm_pd.agent.agent import Agent
 from vllm_pd.agent.kv_event_source import EventEndpoints
 from vllm_pd.agent.spec import AgentSpec
 from vllm_pd.graph.embedded_store import EmbeddedStore
-from vllm_pd.state import Holder, WorkerRecord
+from vllm_pd.state import START, Holder, StreamEntry, WorkerRecord
 from vllm_pd.state.redis_block_index import RedisBlockIndex
 from vllm_pd.state.redis_registry import RedisRegistry
 
@@ -84,6 +84,17 @@ def held(store: EmbeddedStore, rank: int, record: WorkerRecord = RECORD) -> dict
     return asyncio.run(ask())
 
 
+def entries(store: EmbeddedStore) -> Sequence[StreamEntry]:
+    async def ask() -> Sequence[StreamEntry]:
+        index = RedisBlockIndex(store.url, "test", timeout_s=5.0)
+        try:
+            return await index.read(RECORD.pool.id, START, wait_ms=0, limit=1000)
+        finally:
+            await index.close()
+
+    return asyncio.run(ask())
+
+
 def test_every_engine_is_in_the_index_until_the_worker_goes(
     store: EmbeddedStore, engines: dict[int, Publisher], make: Callable[..., Agent]
 ) -> None:
@@ -109,6 +120,20 @@ def test_an_engine_that_is_removed_leaves_the_index_and_one_that_is_added_comes(
     ranks[:] = [1]
     eventually(lambda: held(store, 1) == {key(101): 1})
     eventually(lambda: held(store, 0) is None)
+    ranks[:] = [0, 1]
+    eventually(lambda: held(store, 0) == {key(100): 1})
+    # Readers take a number that they know for a change that they know.
+    numbers = [entry.change.seq for entry in entries(store) if entry.holder.rank == 0]
+    assert numbers == sorted(set(numbers))
+
+
+def test_an_engine_that_publishes_elsewhere_is_followed_there(
+    store: EmbeddedStore, engines: dict[int, Publisher], make: Callable[..., Agent]
+) -> None:
+    make(ranks=[0]).start()
+    eventually(lambda: held(store, 0) == {key(100): 1})
+    engines[0].endpoints, engines[1].endpoints = engines[1].endpoints, engines[0].endpoints
+    eventually(lambda: held(store, 0) == {key(101): 1})
 
 
 def test_a_store_that_comes_back_empty_is_told_everything_again(
