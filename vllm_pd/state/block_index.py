@@ -124,7 +124,7 @@ class BlockIndex(Protocol):
     """The blocks of all workers, by pool. Deadlines and errors as for `Registry`."""
 
     def writer(self, pool: PoolId, holder: Holder, epoch: Epoch, ttl_ms: int) -> BlockWriter:
-        """The one writer of a cache. Its first call must be `replace`."""
+        """The one writer of a cache, made once for an epoch. Its first call must be `replace`."""
 
     async def tail(self, pool: PoolId) -> Position:
         """The position of the newest entry of the pool's stream now; `START` when there is none."""
