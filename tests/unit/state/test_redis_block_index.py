@@ -141,7 +141,7 @@ async def test_no_change_has_the_number_of_one_that_a_failed_over_store_forgot(
     store: EmbeddedStore, client: redis.Redis, index: RedisBlockIndex
 ) -> None:
     """Its readers have seen it, and would take the later one for the one that they know."""
-    hasty = RedisBlockIndex(store.url, "test", timeout_s=0.1)
+    hasty = RedisBlockIndex(store.url, "test", timeout_s=0.5)
     writer = hasty.writer(POOL, HOLDER, EPOCH, TTL_MS)
     await announce(writer, {GPU: packed(range(10))})
     replica = client.hgetall(CACHE)
