@@ -38,6 +38,8 @@ NO_INDEX = "no_index"
 LOADING = "index_loading"
 MISMATCH = "hash_mismatch"
 MODEL = "unknown_model"
+LOGPROBS = "prompt_logprobs"
+"""vLLM computes such prompts anew, whatever is cached. An echo may ask for them too."""
 BUSY = "too_busy"
 LATE = "too_late"
 ERROR = "error"
@@ -100,6 +102,8 @@ class PromptReader:
             demand.model in record.models and (lora is not None or demand.model not in record.loras)
         )
         why = self._why_not(worker) or ("" if known else MODEL)
+        if not why and (fields.prompt_logprobs is not None or fields.echo):
+            why = LOGPROBS
         if why and body_bytes > _COUNTED_BYTES_PER_TOKEN * block_size:
             return PromptBlocks(max(body_bytes // _BYTES_PER_TOKEN, block_size), (), why)
         hasher = self._tokenizers.hasher(record.pool, worker.pool, record.tokenizer)

@@ -227,6 +227,15 @@ async def test_worker_may_start_anew_as_another_while_a_prompt_is_read(
     assert cluster.inflight() == 0
 
 
+@pytest.mark.parametrize("extra", [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 1}])
+async def test_prompt_that_is_computed_anew_whatever_is_cached_claims_nothing(
+    pair: Pair, extra: dict[str, Any]
+) -> None:
+    await pair.holds(0, PROMPT)
+    assert {await pair.goes_to(PROMPT, **extra) for _ in range(2)} == {0, 1}
+    assert pair.cluster.metric("unknown_prompts_total", reason="prompt_logprobs") == 2
+
+
 async def test_salted_prompt_finds_no_blocks_of_others(pair: Pair) -> None:
     await pair.holds(0, PROMPT)
     assert {await pair.goes_to(PROMPT, cache_salt="mine") for _ in range(2)} == {0, 1}
