@@ -96,6 +96,7 @@ def flow(agents: int, offered: float, seconds: float) -> dict[str, Any]:
         "store_us": cpu / changes * 1e6,
         "mirror_us": seen["cpu_s"] / changes * 1e6,
         "announced": sum(result["announced"] for result in results),
+        "changes_per_write": changes / max(1, sum(result["writes"] for result in results)),
         "store_bytes": sum(c.memory_bytes for c in stats.caches) / max(1, sum(c.distinct for c in stats.caches)),
         "right": seen["complete"] and all(seen["held"][str(n)] == r["held"] for n, r in enumerate(results)),
     }

@@ -127,6 +127,7 @@ async def agent(options: dict[str, Any]) -> dict[str, Any]:
         "handed_over": handed_over,
         "cpu_s": cpu,
         "announced": announced,
+        "writes": feed.feeder.stats.batches,
     }
 
 

@@ -25,6 +25,11 @@ from vllm_pd.state.block_index import BlockWriter, Packed
 logger = logging.getLogger("vllm.vllm_pd")
 
 
+# A write costs about the same whether it carries ten changes or five hundred, and takes longer the busier this machine
+# or the store is: writing for at most a fifth of the time makes the writes fewer and larger just then.
+_GATHER_CALLS = 4
+
+
 @dataclass(frozen=True, slots=True)
 class FeedLimits:
     """Times in seconds.
@@ -32,15 +37,16 @@ class FeedLimits:
     Attributes:
         batch_blocks: most blocks in one write.
         waiting_blocks: changes that may wait before they are dropped in favour of a new announcement.
-        gather_s: how long a change may wait for company, counted from the write before it.
+        gather_s: how long a change may wait for company, counted from the write before it: at least and at most. In
+            between it is `_GATHER_CALLS` times as long as that write took.
         announce_s: least time between two announcements, so that a store that is too slow for the changes is not
             given more to do instead.
         backoff_s: pause after a failure; doubled each time, up to the second.
     """
 
-    batch_blocks: int = 512
+    batch_blocks: int = 1024
     waiting_blocks: int = 65_536
-    gather_s: float = 0.002
+    gather_s: tuple[float, float] = (0.002, 0.025)
     announce_s: float = 1.0
     backoff_s: tuple[float, float] = (0.1, 5.0)
 
@@ -114,12 +120,18 @@ class IndexFeeder:
         if changes.everything:
             self._start_over()
         elif changes.blocks:
-            if not self._waiting:
+            first = not self._waiting
+            if first:
                 self._oldest = self._clock()
             self._waiting.update(changes.blocks)
             if len(self._waiting) > self._limits.waiting_blocks:
                 self.stats.overflows += 1
                 self._start_over()
+            elif not first and len(self._waiting) < self._limits.batch_blocks:
+                # It is known when the ones before these are due, and these go with them.
+                return
+        else:
+            return
         self._wake.set()
 
     def allow(self, allowed: bool) -> None:
@@ -183,13 +195,15 @@ class IndexFeeder:
         elif now >= self._next_renewal:
             await self._writer.renew(self._ttl_ms)
         else:
-            self._next_write = now + self._limits.gather_s
             oldest = self._oldest
             batch = self._take_batch()
             await self._writer.write(_packed(batch))
             self.stats.blocks += len(batch)
             self.stats.batches += 1
-            self.stats.delay_s = self._clock() - oldest
+            ended = self._clock()
+            self.stats.delay_s = ended - oldest
+            least, most = self._limits.gather_s
+            self._next_write = ended + min(most, max(least, _GATHER_CALLS * (ended - now)))
             return
         # Earlier by up to a fifth: workers that started together must not beat together for ever.
         self._next_renewal = now + self._renew_s * random.uniform(0.8, 1.0)
@@ -232,11 +246,11 @@ class IndexFeeder:
     async def _pause(self, seconds: float) -> None:
         self._wake.clear()
         # What was set between looking and clearing is not lost: nothing runs in between.
+        timer = asyncio.get_running_loop().call_later(seconds, self._wake.set)
         try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            return
+            await self._wake.wait()
+        finally:
+            timer.cancel()
 
 
 def _packed(batch: dict[BlockKey, int]) -> dict[int, Packed]:

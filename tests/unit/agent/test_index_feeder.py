@@ -16,7 +16,7 @@ from vllm_pd.block_hash import KEY_BYTES
 from vllm_pd.errors import IndexLost, StoreError
 
 DEADLINE_S = 20.0
-QUICK = FeedLimits(batch_blocks=8, waiting_blocks=100, gather_s=0.001, announce_s=0.01, backoff_s=(0.01, 0.05))
+QUICK = FeedLimits(batch_blocks=8, waiting_blocks=100, gather_s=(0.001, 0.005), announce_s=0.01, backoff_s=(0.01, 0.05))
 
 
 class Store:
