@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -58,8 +57,7 @@ class ContentFormat(StrEnum):
     PARTS = "openai"
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """What a template is rendered with. The messages are still as the client wrote them."""
 
     messages: list[dict[str, Any]]
@@ -93,7 +91,7 @@ RESERVED_KWARGS = frozenset(
 """Names that mean something to the function that renders; as template kwargs they change more than a variable."""
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_PLAIN_ROLES = ("user", "assistant")
+_PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 _TEXT_PARTS = (frozenset({"type", "text"}), frozenset({"type", "text", "cache_control"}))
 _MEDIA_MARKS = ("image", "audio", "video", "embeds", "uuid")
 _BILLING_LINE = "x-anthropic-billing-header"
@@ -143,17 +141,29 @@ def template_messages(messages: list[dict[str, Any]], form: ContentFormat, *, de
     Raises:
         PromptUnknown: a message has a form that vLLM may read in another way.
     """
-    out = [_message(message, form) for message in messages]
-    if not developer and any(message["role"] == "developer" for message in out):
-        return _developer_as_system(out)
-    return out
+    out: list[Message] = []
+    plain, developers = form is ContentFormat.STRING, False
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        # Nearly all messages are like this, and there are many in a long conversation.
+        if (
+            plain
+            and type(content) is str
+            and type(role) is str
+            and role in _PLAIN_ROLES
+            and len(message) == 2
+            and (role != "system" or not content.startswith(_BILLING_LINE))
+        ):
+            out.append({"role": role, "content": content})
+            continue
+        out.append(_message(message, form))
+        developers = developers or role == "developer"
+    return _developer_as_system(out) if developers and not developer else out
 
 
 def _message(message: dict[str, Any], form: ContentFormat) -> Message:
     role = message.get("role")
     content = message.get("content")
-    if form is ContentFormat.STRING and len(message) == 2 and type(content) is str and role in _PLAIN_ROLES:
-        return {"role": role, "content": content}
     if not isinstance(role, str) or role not in _ROLES or "task" in message:
         raise PromptUnknown(Unknown.MESSAGE)
     # Of all other fields, vLLM passes on these alone, whatever else a client sends back of an answer.

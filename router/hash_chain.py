@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_pd.block_hash import KEY_BYTES, BlockHash, BlockHasher, BlockKey, ExtraKeys
 from vllm_pd.router.encoder import NO_IDS, TokenIds
@@ -27,8 +27,7 @@ _ENTRY_BYTES = 700
 _KEY_BYTES = 56
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """What prompts can differ in before their first piece."""
 
     extra: ExtraKeys | None

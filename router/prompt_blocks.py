@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -50,8 +50,7 @@ class PromptBlocks:
     why_unknown: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     """A prompt as it was read: token ids, or pieces of text."""
 
     ids: list[int] | None
@@ -59,8 +58,7 @@ class _Prompt:
     add_special_tokens: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
+class _Prepared(NamedTuple):
     """What `cheap` found out."""
 
     fields: RequestFields
