@@ -19,6 +19,12 @@ _OVERLAP_FIELD = (0, 0, 1, 0, 2)
 """A single tier -> its place in `Overlap`."""
 _SPARE_KEYS = 256
 """Keys in a cache's log beyond twice its blocks before the log is rewritten."""
+_FIRST_KEYS, _MOST_KEYS = 16, 256
+"""Keys of a prompt that are looked up together: few at first, since most prompts that are new differ early."""
+_MANY_BITS = 8
+"""Caches that stop at one block are taken together from so many on."""
+_GROUPS = 1024
+"""Masks whose caches are remembered."""
 _SPARE_MASKS = 1024
 """Masks nobody uses any more that may be kept before they are looked for."""
 
@@ -57,6 +63,8 @@ class PrefixIndex:
         self._caches: dict[Holder, _Cache] = {}
         self._slots: list[_Cache | None] = []
         self._free_slots: list[int] = []
+        self._groups: dict[int, dict[int, dict[Holder, None]]] = {}
+        """Mask -> its caches by fastest tier. Dicts, since copying one does not hash its keys."""
 
     def __len__(self) -> int:
         """Distinct blocks."""
@@ -80,6 +88,7 @@ class PrefixIndex:
             slot = len(self._slots)
             self._slots.append(None)
         self._slots[slot] = self._caches[holder] = _Cache(holder, slot * _BITS)
+        self._groups.clear()
 
     def remove(self, holder: Holder) -> None:
         """Forget a cache, at the cost of its own blocks. Idempotent."""
@@ -132,27 +141,30 @@ class PrefixIndex:
         Costs one dictionary read per block until no cache follows, and under a microsecond where a cache stops or
         changes tier.
         """
-        masks = map(self._masks.get, keys)
-        mask = next(masks, None)
+        get, total = self._masks.get, len(keys)
+        mask = get(keys[0]) if total else None
         if mask is None:
             return {}
-        run = _Run(self._slots, _occupied(mask, len(self._slots)) * _ALL_TIERS)
-        position = 0
-        for following in masks:
-            position += 1
-            if following is mask:
-                continue
-            if following is None:
-                break
-            if (mask ^ following) & run.alive:
-                run.step(mask, following, position)
-                if not run.alive:
-                    return run.overlaps
-            mask = following
-        else:
-            position += 1
-        # Nobody holds the block at `position`, or there is none.
-        run.step(mask, 0, position)
+        run = _Run(self._slots, self._groups, _occupied(mask, len(self._slots)) * _ALL_TIERS)
+        start, size = 1, _FIRST_KEYS
+        while start < total:
+            found = list(map(get, keys[start : start + size]))
+            # Most blocks are held as the one before is, and counting those is far cheaper than looking at each.
+            if found.count(mask) != len(found):
+                for position, following in enumerate(found, start):
+                    if following is mask:
+                        continue
+                    if following is None:
+                        run.step(mask, 0, position)
+                        return run.overlaps
+                    if (mask ^ following) & run.alive:
+                        run.step(mask, following, position)
+                        if not run.alive:
+                            return run.overlaps
+                    mask = following
+            start += size
+            size = min(4 * size, _MOST_KEYS)
+        run.step(mask, 0, total)
         return run.overlaps
 
     def count(self, holder: Holder) -> dict[Tier, int]:
@@ -243,10 +255,13 @@ def _keys(packed: Packed | bytearray) -> Iterator[BlockKey]:
 class _Run:
     """A walk along a prompt. Work is done only for a cache that stops or changes tier, not for every block."""
 
-    __slots__ = ("_earlier", "_slots", "alive", "overlaps")
+    __slots__ = ("_earlier", "_groups", "_slots", "alive", "overlaps")
 
-    def __init__(self, slots: list[_Cache | None], alive: int) -> None:
+    def __init__(
+        self, slots: list[_Cache | None], groups: dict[int, dict[int, dict[Holder, None]]], alive: int
+    ) -> None:
         self._slots = slots
+        self._groups = groups
         self._earlier: dict[int, list[int]] = {}
         """Slot of a cache that changed tier -> blocks on GPU, CPU, SSD before the present stretch; where it began."""
         self.alive = alive
@@ -257,6 +272,11 @@ class _Run:
         """The blocks before `position` had `mask`, the one there has `following`."""
         slots, overlaps, earlier, alive = self._slots, self.overlaps, self._earlier, self.alive
         changed = (mask ^ following) & alive
+        if not earlier and changed.bit_count() >= _MANY_BITS:
+            alive &= _occupied(following, len(slots)) * _ALL_TIERS
+            for tier, holders in self._holders(mask & self.alive & ~alive).items():
+                overlaps.update(dict.fromkeys(holders, _whole_overlap(tier, position)))
+            changed &= alive
         while changed:
             # From the top: cutting the number off there makes it shorter each time.
             slot = (changed.bit_length() - 1) // _BITS
@@ -282,6 +302,21 @@ class _Run:
                 stretches[_OVERLAP_FIELD[before]] += position - stretches[3]
                 overlaps[cache.holder] = Overlap(*stretches[:3])
         self.alive = alive
+
+    def _holders(self, mask: int) -> dict[int, dict[Holder, None]]:
+        """The caches of a mask, by their fastest tier. Prompts that begin alike end in the same masks again."""
+        found = self._groups.get(mask)
+        if found is not None:
+            return found
+        if len(self._groups) >= _GROUPS:
+            self._groups.clear()
+        found = self._groups[mask] = {}
+        for slot, cache in enumerate(self._slots):
+            tier = _FASTEST[mask >> slot * _BITS & _ALL_TIERS]
+            if tier:
+                assert cache is not None, "a mask names a cache that was removed"
+                found.setdefault(tier, {})[cache.holder] = None
+        return found
 
 
 @lru_cache(maxsize=4096)

@@ -112,6 +112,21 @@ def test_two_hundred_caches() -> None:
     assert len(index) == 200
 
 
+def test_many_caches_that_stop_together_and_change_between_lookups() -> None:
+    index = index_of(*({GPU if n % 2 else CPU: range(100)} for n in range(40)))
+    keys = [key(n) for n in range(200)]
+    expected = {holder(n): Overlap(gpu=100) if n % 2 else Overlap(cpu=100) for n in range(40)}
+    assert index.lookup(keys) == expected == index.lookup(keys)
+    index.remove(holder(7))
+    del expected[holder(7)]
+    assert index.lookup(keys) == expected
+    index.add(holder(50))
+    index.apply(holder(50), {GPU: pack(range(100))})
+    assert index.lookup(keys) == expected | {holder(50): Overlap(gpu=100)}
+    index.apply(holder(50), {GPU: pack(range(100, 200))})
+    assert index.lookup(keys) == expected | {holder(50): Overlap(gpu=200)}
+
+
 BLOCKS = st.lists(st.integers(0, 30), max_size=40)
 
 
