@@ -54,7 +54,12 @@ class MirrorCounts:
 
 @dataclass(slots=True)
 class _Cache:
+    listed: Epoch
+    """What the directory said last."""
     epoch: Epoch
+    """The process whose blocks are known."""
+    newest: Epoch
+    """Of all that were ever seen. Up to it, the stream's word on who has the worker's place is old."""
     seq: int = 0
     """The newest change that is applied."""
 
@@ -174,7 +179,11 @@ class PoolMirror:
             _log.info("the block index of pool %s is followed again", self.pool)
 
     async def _reconcile(self) -> None:
-        """Know exactly the live caches. A new epoch in the directory or in the stream counts, whichever is first."""
+        """Know exactly the live caches. A new epoch in the directory or in the stream counts, whichever is first.
+
+        Epochs may go back: when a newer process crashes and an older one takes its place back. Only the directory says
+        so; the stream may still hold the newer one's last words.
+        """
         self._seen_generation = self._generation()
         wanted = self._wanted()
         for holder in self._caches.keys() - wanted.keys():
@@ -185,16 +194,18 @@ class PoolMirror:
         for holder, epoch in wanted.items():
             cache = self._caches.get(holder)
             if cache is None:
-                self._caches[holder] = _Cache(epoch)
+                self._caches[holder] = _Cache(epoch, epoch, epoch)
                 self.prefixes.add(holder)
                 self._unread.add(holder)
-            elif epoch > cache.epoch:
-                await self._restart(holder, cache, epoch)
-                self._unread.add(holder)
+            elif epoch != cache.listed:
+                cache.listed = epoch
+                if epoch != cache.epoch:
+                    await self._restart(holder, cache, epoch)
+                    self._unread.add(holder)
 
     async def _restart(self, holder: Holder, cache: _Cache, epoch: Epoch) -> None:
         """Another process: nothing of what the old one held is left."""
-        cache.epoch, cache.seq = epoch, 0
+        cache.epoch, cache.newest, cache.seq = epoch, max(epoch, cache.newest), 0
         self._unread.discard(holder)
         await self._empty(holder)
 
@@ -237,10 +248,10 @@ class PoolMirror:
             self._position = entry.position
             holder, change = entry.holder, entry.change
             cache = self._caches.get(holder)
-            if cache is None or entry.epoch < cache.epoch:
+            if cache is None or (entry.epoch != cache.epoch and entry.epoch <= cache.newest):
                 # Of a worker that is not known yet (it is read whole when it is), or of a process that has ended.
                 continue
-            if entry.epoch > cache.epoch:
+            if entry.epoch != cache.epoch:
                 await self._restart(holder, cache, entry.epoch)
             if holder in self._unread or change.seq <= cache.seq:
                 continue

@@ -215,6 +215,44 @@ async def test_new_epoch_in_the_directory_is_enough_to_forget_the_old_one(index:
     await until(lambda: followed.equals(silent), "nothing of it is left")
 
 
+async def test_an_older_process_that_has_its_place_back_is_followed_and_the_newer_no_more(
+    index: BlockIndex, follow: Follow
+) -> None:
+    old = await Agent(index, "a", epoch=1).replace()
+    await old.write(GPU, 1, 2)
+    followed = follow(index)
+    await followed.join("a", epoch=1)
+    new = await Agent(index, "a", epoch=2).replace()
+    await new.write(GPU, 7)
+    await followed.join("a", epoch=2)
+    await until(lambda: followed.equals(new), "the newer one has the place")
+    # It crashed, and the older one was there again before the worker was ever seen missing.
+    await followed.join("a", epoch=1)
+    await until(lambda: not followed.mirror.prefixes.blocks(old.holder), "nothing of the newer one is claimed")
+    await old.replace()
+    await until(lambda: followed.equals(old), "the older one says what it holds")
+    await new.write(GPU, 8)
+    await old.write(GPU, 3)
+    await until(lambda: followed.equals(old), "its last words, read late, change nothing")
+    await followed.join("a", epoch=2)
+    await until(lambda: followed.equals(new), "the newer one lived after all")
+
+
+async def test_a_list_of_workers_from_before_a_restart_does_not_undo_what_the_stream_said(
+    index: BlockIndex, follow: Follow
+) -> None:
+    old = await Agent(index, "a", epoch=1).replace()
+    followed = follow(index)
+    await followed.join("a", epoch=1)
+    await until(lambda: followed.equals(old), "it is loaded")
+    new = await Agent(index, "a", epoch=2).replace()
+    await new.write(GPU, 7)
+    await until(lambda: followed.equals(new), "the stream has said it")
+    other = await Agent(index, "b").replace()
+    await followed.join("a", "b", epoch=1)
+    await until(lambda: followed.equals(new, other), "the restarted worker keeps its blocks")
+
+
 async def test_worker_that_leaves_takes_its_blocks_along_and_only_those(index: BlockIndex, follow: Follow) -> None:
     agents = [await Agent(index, name).replace() for name in ("a", "b")]
     for agent in agents:
