@@ -10,7 +10,7 @@ from collections.abc import Callable
 from vllm_pd.agent.block_truth import BlockTruth
 from vllm_pd.agent.index_feeder import FeedLimits, IndexFeeder
 from vllm_pd.agent.kv_event_source import EventEndpoints, KvEventSource, SourceLimits
-from vllm_pd.agent.kv_events import INT_HASHES_ENV, decode
+from vllm_pd.agent.kv_events import INT_HASHES_ENV, EventBatch, decode
 from vllm_pd.background import end_tasks
 from vllm_pd.state.block_index import BlockWriter, Holder
 
@@ -51,6 +51,8 @@ class CacheFeed:
         self.source: KvEventSource | None = None
         self.unreadable = 0
         """Messages and events that could not be read."""
+        self.losses = 0
+        """Messages among which some could have said that blocks are gone."""
         self._name = name
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -69,9 +71,9 @@ class CacheFeed:
         """Take the engine's next message."""
         batch = decode(payload)
         if batch.unreadable:
-            if not self.unreadable:
-                logger.warning("vllm-pd: a KV event of %s cannot be read: %s", self._name, batch.problem)
-            self.unreadable += batch.unreadable
+            self._note_unreadable(batch)
+        if batch.lost:
+            self.lost()
         unused = self.truth.ignored
         changes = self.truth.apply(batch.events)
         if self.truth.ignored != unused and not unused:
@@ -82,6 +84,19 @@ class CacheFeed:
                 INT_HASHES_ENV,
             )
         self.feeder.push(changes)
+
+    def _note_unreadable(self, batch: EventBatch) -> None:
+        if batch.lost and not self.losses:
+            logger.error(
+                "vllm-pd: a KV event of %s cannot be read, so the index forgets what it knew of this cache each time "
+                "one comes: %s; install the vllm-pd that belongs to this vLLM.",
+                self._name,
+                batch.problem,
+            )
+        elif not self.unreadable:
+            logger.warning("vllm-pd: a KV event of %s is of an unknown kind: %s", self._name, batch.problem)
+        self.losses += batch.lost
+        self.unreadable += batch.unreadable
 
     def lost(self) -> None:
         """Nothing that was learned so far is known to be true any more."""

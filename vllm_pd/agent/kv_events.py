@@ -1,7 +1,8 @@
 """The messages in which vLLM says what its KV cache stores and removes, decoded as far as the index needs them.
 
 Token ids make up most of a message and are skipped without being built. Fields that a newer vLLM adds are skipped; an
-event of a kind that is not known, or of another shape, costs that event and not its batch.
+event of a kind that is not known costs that event and not its batch. One of a known kind, or a whole message, that
+cannot be read may have said that blocks are gone: then nothing of before is known to be true.
 """
 
 from __future__ import annotations
@@ -49,12 +50,19 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """The events of one message, in order, and how many others in it could not be read."""
+    """The events of one message, in order, and how many others in it could not be read.
+
+    Attributes:
+        events: those that are of use; after a loss, those that came after it.
+        unreadable: how many could not be read, of kinds that are not known too.
+        problem: why the first of them could not, or the first that is a loss; empty when all were read.
+        lost: whether whatever was known before `events` may be wrong.
+    """
 
     events: Sequence[Event]
     unreadable: int = 0
     problem: str = ""
-    """Why the first unreadable one was; empty when all were read."""
+    lost: bool = False
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
@@ -67,6 +75,12 @@ class _RawBatch(msgspec.Struct, array_like=True, gc=False):
     events: list[msgspec.Raw]
 
 
+class _Tagged(msgspec.Struct, gc=False):
+    type: str
+
+
+_KINDS = frozenset(kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared))
+_tag_decoder = msgspec.msgpack.Decoder(_Tagged)
 _batch_decoder = msgspec.msgpack.Decoder(_Batch)
 _raw_decoder = msgspec.msgpack.Decoder(_RawBatch)
 _event_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Event)
@@ -85,12 +99,26 @@ def _decode_one_by_one(payload: bytes) -> EventBatch:
     try:
         raw = _raw_decoder.decode(payload).events
     except msgspec.DecodeError as e:
-        return EventBatch((), 1, str(e))
+        return EventBatch((), 1, str(e), lost=True)
     events: list[Event] = []
-    problem = ""
+    unreadable, problem, lost = 0, "", False
     for item in raw:
         try:
             events.append(_event_decoder.decode(item))
         except msgspec.DecodeError as e:
-            problem = problem or str(e)
-    return EventBatch(events, len(raw) - len(events), problem)
+            unreadable += 1
+            if _is_of_another_kind(item):
+                problem = problem or str(e)
+                continue
+            if not lost:
+                problem, lost = str(e), True
+            events.clear()
+    return EventBatch(events, unreadable, problem, lost)
+
+
+def _is_of_another_kind(item: msgspec.Raw) -> bool:
+    """Whether an event says that it is none of those that change what is known."""
+    try:
+        return _tag_decoder.decode(item).type not in _KINDS
+    except msgspec.DecodeError:
+        return False

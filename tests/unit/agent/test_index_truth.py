@@ -112,7 +112,7 @@ class World:
         elif what == 5:
             redis.Redis.from_url(self.store.url).flushall()
         elif what == 6:
-            self.publisher.publish_raw(b"no message")
+            self.publisher.publish([{"type": "OfAnotherKind"}])
         else:
             self.feed.feeder.allow(False)
             await asyncio.sleep(0.05)
