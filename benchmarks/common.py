@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -101,14 +102,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time that a process has used, all its threads together; resolution 10 ms.
+    """User and system time that a process has used, all its threads together, those that have ended included.
 
     Raises:
         OSError: there is no such process.
     """
-    # The name, in brackets, may hold spaces; the fields after it do not.
-    values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+    # Linux' number of that clock (`clock_getcpuclockid`): nanoseconds, where /proc/PID/stat counts ticks of 10 ms.
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 report.notes.append(f"{contender.name} was not measured: {e}")
         progress("new turns")
         report.results += new_turns.measure(
-            workers, logs, rounds=3 if arguments.quick else 8, requests=400 if arguments.quick else 1000
+            workers, logs, rounds=6 if arguments.quick else 24, requests=200 if arguments.quick else 400
         )
     add_differences(report.results)
     report.targets = targets(report.results)
