@@ -7,7 +7,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-_CANCEL_AGAIN_S = 0.1
+CANCEL_AGAIN_S = 0.1
+"""Seconds after which a cancellation that had no effect is taken for lost."""
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     while pending:
         for task in pending:
             task.cancel()
-        ended, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
+        ended, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
         for task in ended:
             if not task.cancelled() and (error := task.exception()) is not None:
                 _log.debug("a background task ended with an error", exc_info=error)

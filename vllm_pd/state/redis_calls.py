@@ -25,6 +25,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from vllm_pd.background import CANCEL_AGAIN_S
 from vllm_pd.errors import StoreError
 from vllm_pd.state.redis_client import after_failure, close_client, make_client, reason
 from vllm_pd.state.store_url import parse_store_url
@@ -83,7 +84,9 @@ class RedisCalls:
         """Bound a call (by `timeout_s` seconds, else as usual) and turn every failure into `StoreError`."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(limit):
+            # Twice: the first cancellation may be lost (see `background.end_tasks`), and the call would then last as
+            # long as the socket's own timeout, which is made for the longest of all calls.
+            async with asyncio.timeout(limit + CANCEL_AGAIN_S), asyncio.timeout(limit):
                 yield
         except (TimeoutError, RedisTimeoutError):
             after_failure(self.client)
