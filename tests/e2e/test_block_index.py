@@ -18,7 +18,7 @@ from vllm_pd.graph.local import LocalCluster, LocalWorker
 from vllm_pd.graph.metrics_text import Metrics
 from vllm_pd.state import Holder, Tier, WorkerState, open_block_index, open_registry
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SOON_S = 30.0
 KV_BLOCKS = 192

@@ -19,12 +19,13 @@ import pytest
 
 from scripts.models import tiny_model_dir
 from vllm_pd.graph import metrics_text
+from vllm_pd.graph.local import DEFAULT_START_DEADLINE_S
 from vllm_pd.graph.metrics_text import Metrics
 from vllm_pd.graph.ports import LOOPBACK, free_port
 from vllm_pd.graph.process import ManagedProcess, ProcessSpec
 from vllm_pd.kv_offload.ssd_config import ROOT_NAME
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 BLOCK_TOKENS = 32
 KV_BLOCKS = 64
@@ -86,7 +87,7 @@ def serve(folder: Path, tier: dict[str, Any]) -> Iterator[Server]:
     command += ["--shutdown-timeout", "15", "--kv-transfer-config", json.dumps(connector)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with ManagedProcess(ProcessSpec("vllm", command, folder / "vllm.log", env)) as process:
-        process.wait_ready(f"http://{LOOPBACK}:{port}/health", deadline_s=120)
+        process.wait_ready(f"http://{LOOPBACK}:{port}/health", deadline_s=DEFAULT_START_DEADLINE_S)
         yield Server(port, str(model))
     assert not list(Path("/dev/shm").glob("vllm_offload_*"))
 

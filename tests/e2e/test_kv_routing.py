@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.ask import Endpoint
 from tests.e2e.conftest import BLOCK, MODEL, tiny_cluster
-from vllm_pd.graph.local import LocalCluster, LocalWorker
+from vllm_pd.graph.local import DEFAULT_START_DEADLINE_S, LocalCluster, LocalWorker
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -179,7 +179,7 @@ def test_router_that_restarts_has_its_index_back_before_it_is_ready(cluster: Loc
     assert router is not None
     router.kill()
     router.start()
-    router.wait_ready(f"{cluster.router_url}/ready", deadline_s=SOON_S)
+    router.wait_ready(f"{cluster.router_url}/ready", deadline_s=DEFAULT_START_DEADLINE_S)
     assert cluster.router_metrics().value("vllm_pd_router_index_loaded") == 1
     chat.messages.append({"role": "user", "content": "And the end?"})
     assert chat.overlaps()[first.worker.url.removeprefix("http://")] >= second.prompt // BLOCK

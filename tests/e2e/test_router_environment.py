@@ -19,7 +19,7 @@ from vllm_pd.graph.process import ManagedProcess, ProcessSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSTALL_DEADLINE_S = 280
-READY_DEADLINE_S = 60
+READY_DEADLINE_S = 120
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
