@@ -24,9 +24,8 @@ from vllm_pd.state.block_index import BlockWriter, Packed
 
 logger = logging.getLogger("vllm.vllm_pd")
 
-
-# A write costs about the same whether it carries ten changes or five hundred, and takes longer the busier this machine
-# or the store is: writing for at most a fifth of the time makes the writes fewer and larger just then.
+# A write of five hundred changes costs little more than one of ten, and takes longer the busier this machine or the
+# store is: writing for at most a fifth of the time makes the writes fewer and larger just then.
 _GATHER_CALLS = 4
 
 

@@ -159,6 +159,30 @@ async def test_a_write_has_at_most_so_many_blocks() -> None:
         assert b.feeder.stats.blocks == 50 and b.feeder.stats.batches == len(b.store.written)
 
 
+@pytest.mark.parametrize(("took", "pause"), [(0.0, 0.002), (0.003, 0.012), (0.5, 0.025)])
+async def test_the_longer_a_write_takes_the_longer_the_next_changes_gather(took: float, pause: float) -> None:
+    now = 100.0
+
+    class Slow(Store):
+        async def write(self, changed: Mapping[int, bytes]) -> None:
+            nonlocal now
+            await super().write(changed)
+            now += took
+
+    truth = BlockTruth()
+    limits = FeedLimits(batch_blocks=8, gather_s=(0.002, 0.025))
+    feeder = IndexFeeder(Slow(), truth, ttl_ms=1000, renew_s=1000.0, name="w rank 0", limits=limits, clock=lambda: now)
+    feeder.allow(True)
+    await feeder._step()
+    feeder.push(truth.apply([stored(1)]))
+    assert feeder._due_in() <= 0, "nothing was written just before"
+    await feeder._step()
+    feeder.push(truth.apply([stored(2)]))
+    assert feeder._due_in() == pytest.approx(pause)
+    feeder.push(truth.apply([stored(*range(3, 10))]))
+    assert feeder._due_in() <= 0, "a full write does not wait"
+
+
 async def test_what_waits_is_bounded_and_the_truth_is_announced_instead() -> None:
     async with bench() as b:
         b.store.open.clear()
