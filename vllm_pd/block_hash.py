@@ -158,11 +158,13 @@ def _encoded(token_ids: Sequence[int]) -> Sequence[bytes]:
         return [_head(0, value) for value in token_ids]
     try:
         # Four fifths of what `map` takes.
-        return operator.itemgetter(*token_ids)(_table)
+        found: tuple[bytes, ...] = operator.itemgetter(*token_ids)(_table)
+        return found
     except IndexError:
         largest = max(token_ids)
         if largest >= _MAX_TABLE:
             return [_head(0, value) for value in token_ids]
         # A new list, never the old one made longer: another thread may be doing the same.
         _table = table = [*_table, *(_head(0, value) for value in range(len(_table), largest + 1))]
-        return operator.itemgetter(*token_ids)(table)
+        found = operator.itemgetter(*token_ids)(table)
+        return found
