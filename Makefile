@@ -8,7 +8,7 @@ KEEP ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-unit test-e2e test-contract test-churn lint format demo clean
+.PHONY: help install test test-unit test-e2e test-contract test-slow test-churn lint format demo clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-e2e: install ## Run the tests on real vLLM servers
 
 test-contract: install ## Check what is used of vLLM against a release's source: VLLM=0.33.0
 	$(PY) -m tests.contract --vllm $(VLLM)
+
+test-slow: install ## Run the tests that are left out of `make test` for time (half an hour)
+	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 test-churn: install ## Ten million blocks stored and evicted: memory must stay flat (ten minutes)
 	$(PY) -m pytest tests/unit/agent/test_index_truth.py -m slow $(PYTEST_ARGS)

@@ -16,7 +16,7 @@ from vllm_pd.block_hash import KEY_BYTES
 from vllm_pd.graph.local import LocalCluster
 from vllm_pd.state import Holder, RegistrySnapshot, Role, WorkerRecord, open_block_index, open_registry
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SOON_S = 60.0
 
