@@ -149,6 +149,7 @@ def test_prompts_come_back_from_host_memory_with_the_same_answers(tmp_path: Path
             assert_same(first, list(pool.map(server.ask, texts)))
 
 
+@pytest.mark.slow
 def test_prompts_come_back_from_the_ssd_and_a_deleted_file_is_only_a_miss(tmp_path: Path) -> None:
     texts = prompts()
     tier = {
