@@ -32,8 +32,12 @@ def store_settings(args: argparse.Namespace) -> WorkerSettings:
     return settings
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """To stdout, in columns."""
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, figures: bool = False) -> None:
+    """To stdout, in columns. `figures`: all but the first column stand to the right."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     for row in [head, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        cells = [
+            cell.rjust(width) if figures and i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())

@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_pd.console import print_table
 from vllm_pd.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([report.as_dict() for report in reports]))
     else:
-        print_table(table(reports))
+        head, *rows = table(reports)
+        print_table(head, rows, figures=True)
         least = floor(trace, configs[0].timing, configs[0].engine)
         print(
             f"\nEvery request alone on a worker that holds all earlier prompts: TTFT mean {least.ttft_mean:.0f}, "
@@ -167,14 +169,6 @@ def run(args: argparse.Namespace) -> int:
         if args.html:
             plot.save_html(figure, reports, title, args.html)
     return 1 if any(report.unfinished for report in reports) else 0
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """The first column to the left, the figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, *rest = row
-        print("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]))
 
 
 def _trace(args: argparse.Namespace) -> list[TraceRequest]:
