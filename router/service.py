@@ -17,6 +17,7 @@ from vllm_pd.router.aiohttp_client import AiohttpUpstream, tls_context
 from vllm_pd.router.aiohttp_server import AiohttpServer
 from vllm_pd.router.announcements import Announcements
 from vllm_pd.router.call import CallReader
+from vllm_pd.router.decode_leg import DecodeLeg
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.endpoints import Endpoints
 from vllm_pd.router.index_metrics import IndexCollector
@@ -26,10 +27,12 @@ from vllm_pd.router.inflight import InflightPublisher
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.model_folder import read_tokenizer_files
 from vllm_pd.router.placement import Placer
+from vllm_pd.router.prefill_leg import DirectPrefill
 from vllm_pd.router.prompt_blocks import PromptHasher
 from vllm_pd.router.prompt_reading import PromptReader
 from vllm_pd.router.proxy import Proxy
 from vllm_pd.router.readiness import Readiness
+from vllm_pd.router.relay import Relay
 from vllm_pd.router.repeat import repeat
 from vllm_pd.router.self_check import SelfCheck
 from vllm_pd.router.settings import RouterSettings
@@ -126,7 +129,10 @@ class RouterService:
         self._prompts = PromptReader(self._tokenizers, self.metrics, index=self.watch, check=check)
         placer = Placer(settings, self.metrics, index=self.watch, announcements=self._announcements, clock=self._clock)
         calls = CallReader(settings, self.directory, self._prompts)
-        proxy = Proxy(settings, self.directory, upstream, calls, placer, self.metrics)
+        relay = Relay(settings, self.metrics)
+        decode = DecodeLeg(settings, self.directory, upstream, placer, relay, self.metrics)
+        dispatch = DirectPrefill(settings, self.directory, upstream, placer)
+        proxy = Proxy(self.directory, calls, placer, dispatch, decode, self.metrics)
         readiness = Readiness(
             self.directory,
             None if settings.serve_before_index else self.watch,

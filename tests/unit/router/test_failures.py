@@ -12,7 +12,7 @@ from aiohttp import web
 from tests.unit.router.conftest import LONG, PD, Cluster, StartCluster, StartWorker, record, until
 from tests.unit.router.fake_worker import FakeWorker, Hook, Seen, cut, first_times, hang, status
 from vllm_pd.router.aiohttp_server import UNHURRIED_BYTES
-from vllm_pd.router.proxy import MAX_DECODE_ATTEMPTS
+from vllm_pd.router.decode_leg import MAX_DECODE_ATTEMPTS
 from vllm_pd.state import RegistrySnapshot, Role, WorkerId
 
 BODY = json.dumps({"prompt": LONG, "max_tokens": 20}).encode()
