@@ -87,6 +87,8 @@ class WorkerRecord:
     nixl_port: int = 0
     by_priority: bool = False
     """Whether its scheduler takes waiting requests by their `priority` (vLLM's --scheduling-policy priority)."""
+    claims: bool = False
+    """Whether its agent takes prefill jobs out of the store's queue; to one that does not, work is sent directly."""
     dp_size: int = 1
     kv_blocks: int = 0
     """Blocks of GPU-side KV cache over all data-parallel ranks; 0 when unknown."""
