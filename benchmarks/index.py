@@ -1,10 +1,10 @@
 """The block index: from KV events of engines to the mirror of a router, through a real store.
 
-Agents are processes of their own; each takes event messages as vLLM encodes them (64 blocks stored and, once its cache
-is full, 64 removed), keeps the truth, and writes the index. The mirror is one process with a router's own code. A
-change is one block stored or removed. Achieved counts until the mirror has applied the last change (drain included);
-the columns in microseconds are CPU time per change. ZMQ between engine and agent is left out. Everything shares the
-machine.
+Agents are processes of their own; each takes event messages as vLLM encodes them (64 blocks stored in place of 64
+removed ones: its cache is full from the start), keeps the truth, and writes the index. The mirror is one process with a
+router's own code. A change is one block stored or removed. Achieved counts until the mirror has applied the last change
+(drain included); the columns in microseconds are CPU time per change. ZMQ between engine and agent is left out.
+Everything shares the machine.
 
 Then the lookup of a prompt of 384 blocks in the mirror, and what a block costs in the store and in the mirror.
 """
@@ -50,7 +50,7 @@ def flow(agents: int, offered: float, seconds: float) -> dict[str, Any]:
         seconds: how long they are offered.
     """
     per_message = 2 * MESSAGE_BLOCKS
-    count = max(200, int(offered * seconds / agents / per_message))
+    count = max(50, int(offered * seconds / agents / per_message))
     with ExitStack() as stack:
         store = stack.enter_context(EmbeddedStore())
         workers = [

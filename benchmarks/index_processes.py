@@ -13,6 +13,7 @@ import os
 import struct
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ EPOCH = Epoch(1)
 NAMESPACE = "benchmark"
 TTL_MS = 120_000
 MESSAGE_BLOCKS = 64
-"""Blocks that a message stores, and, once the cache is full, that it removes."""
+"""Blocks that a message stores, and that it removes."""
 BLOCK_TOKENS = 16
 LAST = 0xFFFFFFFF
 DEADLINE_S = 120.0
@@ -59,24 +60,26 @@ def probes(packed: bytes) -> list[tuple[int, int]]:
     return found
 
 
-def messages(agent: int, count: int, cache_blocks: int) -> tuple[list[bytes], int]:
-    """Messages as vLLM encodes them and how many block changes they are; the last has the probe `LAST`."""
+def messages(agent: int, count: int, cache_blocks: int) -> tuple[list[bytes], list[bytes]]:
+    """Messages as vLLM encodes them: those that fill the cache, then `count` that store blocks in place of the oldest.
+
+    Each of the latter has a probe, the last one `LAST`.
+    """
     token_ids = list(range(1000, 1000 + MESSAGE_BLOCKS * BLOCK_TOKENS))
-    held: list[list[bytes]] = []
-    out, changes = [], 0
-    for number in range(count):
-        noise = os.urandom(32 * (MESSAGE_BLOCKS - 1))
-        hashes = [noise[at : at + 32] for at in range(0, len(noise), 32)]
-        hashes.append(probe(agent, LAST if number == count - 1 else number))
-        events: list[Any] = []
-        if len(held) * MESSAGE_BLOCKS >= cache_blocks:
-            events.append(BlockRemoved(held.pop(0), "GPU"))
-            changes += MESSAGE_BLOCKS
+    held: deque[list[bytes]] = deque()
+
+    def stored(last: list[bytes]) -> BlockStored:
+        noise = os.urandom(32 * (MESSAGE_BLOCKS - len(last)))
+        hashes = [noise[at : at + 32] for at in range(0, len(noise), 32)] + last
         held.append(hashes)
-        events.append(BlockStored(hashes, None, token_ids, BLOCK_TOKENS, None, "GPU", None, 0))
-        changes += MESSAGE_BLOCKS
-        out.append(_encoder.encode([0.0, events, 0]))
-    return out, changes
+        return BlockStored(hashes, None, token_ids, BLOCK_TOKENS, None, "GPU", None)
+
+    def encoded(*events: Any) -> bytes:
+        return _encoder.encode([0.0, events, 0])
+
+    fill = [encoded(stored([])) for _ in range(cache_blocks // MESSAGE_BLOCKS)]
+    numbers = [*range(count - 1), LAST]
+    return fill, [encoded(BlockRemoved(held.popleft(), "GPU"), stored([probe(agent, n)])) for n in numbers]
 
 
 async def until(done: Callable[[], bool]) -> bool:
@@ -95,11 +98,13 @@ async def agent(options: dict[str, Any]) -> dict[str, Any]:
     Options: url, number, messages, cache_blocks, and per_s, the messages to hand over per second.
     """
     number, per_s = options["number"], options["per_s"]
-    todo, changes = messages(number, options["messages"], options["cache_blocks"])
+    fill, todo = messages(number, options["messages"], options["cache_blocks"])
     index = open_block_index(options["url"], NAMESPACE, timeout_s=5.0)
     writer = index.writer(POOL, holder(number), EPOCH, TTL_MS)
     feed = CacheFeed(holder(number), writer, None, ttl_ms=TTL_MS, renew_s=5.0)
     feed.start()
+    for payload in fill:
+        feed.message(payload)
     feed.feeder.allow(True)
     await until(lambda: feed.feeder.stats.announcements > 0)
     print("ready", flush=True)
@@ -121,7 +126,7 @@ async def agent(options: dict[str, Any]) -> dict[str, Any]:
     await feed.stop()
     await index.close()
     return {
-        "changes": changes,
+        "changes": 2 * MESSAGE_BLOCKS * len(todo),
         "held": sum(len(packed) // KEY_BYTES for packed in feed.truth.held().values()),
         "times": times,
         "handed_over": handed_over,
@@ -160,7 +165,7 @@ async def mirror(options: dict[str, Any]) -> dict[str, Any]:
     task = asyncio.create_task(pool_mirror.run())
     await until(lambda: pool_mirror.loaded)
     print("ready", flush=True)
-    cpu = time.process_time()
+    cpu, before = time.process_time(), pool_mirror.counts.blocks
     last = [[probe(number, LAST)[:KEY_BYTES]] for number in range(options["agents"])]
     complete = await until(lambda: all(map(pool_mirror.prefixes.lookup, last)))
     ended = time.monotonic()
@@ -171,7 +176,7 @@ async def mirror(options: dict[str, Any]) -> dict[str, Any]:
         "complete": complete,
         "ended": ended,
         "cpu_s": cpu,
-        "blocks": pool_mirror.counts.blocks,
+        "blocks": pool_mirror.counts.blocks - before,
         "held": {number: pool_mirror.prefixes.blocks(holder(number)) for number in range(options["agents"])},
         "seen": [(number, n, at) for (number, n), at in store.seen.items() if n != LAST],
     }
