@@ -90,7 +90,7 @@ class WorkerRecord:
     claims: bool = False
     """Whether its agent takes prefill jobs out of the store's queue; to one that does not, work is sent directly."""
     asks_key: bool = False
-    """Whether its server wants an API key. A job in the queue carries none, so it must be the router that checked it."""
+    """Whether its server wants an API key. A queued job carries none, so it must be the router that checked it."""
     dp_size: int = 1
     kv_blocks: int = 0
     """Blocks of GPU-side KV cache over all data-parallel ranks; 0 when unknown."""
