@@ -18,7 +18,7 @@ from vllm_pd.router.request_fields import read_fields, read_model
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import BodyError, ClientReply, ClientRequest, Headers
 from vllm_pd.router.worker import Worker
-from vllm_pd.state.base import WorkerId
+from vllm_pd.state.base import PoolId, WorkerId
 
 MAX_NAMED_ID = 256
 
@@ -55,7 +55,11 @@ class Call:
     """Predicted seconds from `decided` to the first token."""
     prefill_took: float = 0.0
     params: bytes | None = None
+    """Hand-off parameters as raw JSON, as long as a decode worker may read by them."""
     prefilled_on: WorkerId | None = None
+    prefilled_pool: PoolId | None = None
+    handed: bool = False
+    """Whether a decode worker may have got hand-off parameters: from then on the blocks are its to release."""
     reserved: Attempt | None = None
     """The decode leg that was planned, counted on its engine and not sent yet."""
     tried: set[WorkerId] = field(default_factory=set)

@@ -139,8 +139,7 @@ class DecodeLeg:
         place, demand, tried = self._placer.place, call.demand, call.tried
         if call.prefilled_on is None:
             return place(demand, call.workers, split=False, exclude=tried)
-        pool = next((worker.pool for worker in call.workers if worker.id == call.prefilled_on), None)
-        peers = [worker for worker in call.workers if worker.pool == pool]
+        peers = [worker for worker in call.workers if worker.pool == call.prefilled_pool]
         return place(demand, peers, split=False, exclude=tried | {call.prefilled_on}) or place(
             demand, call.workers, split=False, exclude=tried
         )
@@ -151,25 +150,26 @@ class DecodeLeg:
 
     def _uses_params(self, worker: Worker, call: Call) -> bool:
         """Whether `worker` reads the KV that was prefilled for this request."""
-        return (
-            call.params is not None
-            and worker.id != call.prefilled_on
-            and any(w.id == call.prefilled_on and w.pool == worker.pool for w in call.workers)
-        )
+        return call.params is not None and worker.id != call.prefilled_on and worker.pool == call.prefilled_pool
 
     async def _open_decode(self, attempt: Attempt, call: Call) -> UpstreamResponse:
         if attempt.remote:
             attempt.prefilled()
         body, headers = decode_request(self._settings, attempt, call)
         self._metrics.overhead_seconds.observe(time.monotonic() - call.ready - call.prefill_took)
-        return await self._upstream.open(
-            call.request.method,
-            attempt.worker.url,
-            call.request.target,
-            headers,
-            body,
-            self._settings.first_byte_timeout,
-        )
+        before, call.handed = call.handed, call.handed or attempt.remote
+        try:
+            return await self._upstream.open(
+                call.request.method,
+                attempt.worker.url,
+                call.request.target,
+                headers,
+                body,
+                self._settings.first_byte_timeout,
+            )
+        except ConnectFailed:
+            call.handed = before
+            raise
 
     def _note_first(self, attempt: Attempt, answer: UpstreamResponse, call: Call) -> None:
         """The first byte of an answer that the client gets."""

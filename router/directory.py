@@ -1,7 +1,7 @@
 """The workers this router knows, in memory. Requests read it; the store watch and the static probe write it.
 
 It has no I/O and no clock of its own. Losing the store changes nothing here: workers stay until a snapshot without
-them arrives, and one that refuses connections is left out for a short time.
+them arrives, and one in trouble is left out until it is well (`router.breaker`).
 
 A lease that ended is a suspicion, not a death: a machine that stood still for some seconds ends the leases of workers
 that are well. When nothing else decodes, those that left lately are tried until they refuse a connection; without this
@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from vllm_pd.router.breaker import Breaker, Circuit, Outcome, outcome_of
+from vllm_pd.router.transport import Headers, retry_after
 from vllm_pd.router.worker import Source, Worker
 from vllm_pd.routing.rates import RateLearner
 from vllm_pd.state.base import PoolId, Role, WorkerId, WorkerState
@@ -68,6 +70,10 @@ class Directory:
         """Every known worker, ordered by id."""
         return [self._workers[key] for key in sorted(self._workers)]
 
+    def get(self, worker: WorkerId) -> Worker | None:
+        """The worker of that id, if it is known."""
+        return self._workers.get(worker)
+
     @property
     def pools(self) -> Sequence[tuple[Worker, ...]]:
         """The workers by pool."""
@@ -82,7 +88,7 @@ class Directory:
         """The workers that may get a request for `model`, or None if it is unknown here.
 
         Those that name the model get it. With one pool everything else goes there too: adapters loaded at run time are
-        known to its workers only. Paused and departed workers are a last resort.
+        known to its workers only. Workers in trouble and departed ones are a last resort.
         """
         one_pool = len(self._pools) <= 1
         found = [worker for worker in self._workers.values() if model in worker.record.models]
@@ -95,28 +101,30 @@ class Directory:
         return self._usable(found) if found or one_pool else None
 
     def _usable(self, workers: Iterable[Worker]) -> list[Worker]:
-        """Without paused workers, unless then nothing could decode: a failed attempt beats a refusal on suspicion."""
+        """Without those in trouble, unless then nothing could decode: a failed attempt beats a refusal on suspicion.
+
+        Of those in trouble the ones that are only too busy come first.
+        """
         now = self._clock()
         known = list(workers)
-        usable = [worker for worker in known if not worker.is_paused(now)]
+        usable = [worker for worker in known if worker.is_usable(now)]
         if len(usable) < len(known) and not any(worker.role.decodes for worker in usable):
-            usable += [worker for worker in known if worker.role.decodes]
+            decoders = [worker for worker in known if worker.role.decodes]
+            usable += [worker for worker in decoders if not worker.is_broken] or decoders
         return usable
 
     def missing(self) -> str:
         """Why no request could be served now, in one sentence; "" when one could."""
-        now = self._clock()
-        alive = [worker for worker in self._workers.values() if not worker.is_paused(now)]
+        alive = [worker for worker in self._workers.values() if not worker.is_broken]
         if not self.store.up:
             # Nobody can come back to a store that is away: those that left just before may be well.
             alive += [worker for worker, _ in self._departed.values()]
         if any(worker.role.decodes for worker in alive):
             return ""
-        paused = [worker.id for worker in self._workers.values() if worker.role.decodes]
-        if paused:
-            return (
-                f"Every worker that decodes refuses connections ({', '.join(sorted(paused))}); check those processes."
-            )
+        broken = [worker for worker in self.workers if worker.role.decodes]
+        if broken:
+            listed = "; ".join(f"{worker.id} {worker.breaker.trouble}: {worker.breaker.cause}" for worker in broken)
+            return f"Every worker that decodes is in trouble ({listed}); check those processes."
         if self._workers:
             return (
                 f"No worker that decodes is alive, only {len(self._workers)} for prefill; "
@@ -126,14 +134,50 @@ class Directory:
             return f"No worker is known and the store does not answer ({self.store.problem or 'not asked yet'})."
         return "No worker is alive; start one with `vllm serve MODEL --kv-connector pd --role both --pd-store URL`."
 
+    # What became of requests, and of looks at a worker's health.
+
+    def note_answer(self, worker: Worker, status: int, headers: Headers) -> None:
+        """`worker` has answered with this status."""
+        outcome, now = outcome_of(status), self._clock()
+        if outcome is Outcome.FINE:
+            self._set(worker, worker.breaker.fine(now))
+        elif outcome is Outcome.BUSY:
+            self._set(worker, worker.breaker.busy(now, retry_after(headers)))
+        else:
+            self._set(worker, worker.breaker.failed(now, f"status {status}"))
+
+    def note_sent(self, worker: Worker) -> None:
+        """A request goes to `worker`."""
+        worker.breaker = worker.breaker.sent(self._clock())
+
+    def note_failed(self, worker: Worker, cause: str) -> None:
+        """`worker` took a request and did not answer it: it broke off, or took too long."""
+        self._set(worker, worker.breaker.failed(self._clock(), cause))
+
     def note_failure(self, worker: Worker, cause: str) -> None:
         """`worker` took no connection. One that had left is forgotten."""
         if self._departed.pop(worker.id, None) is not None:
             _log.info("worker %s had left, and takes no connections: %s", worker.id, cause)
             return
-        if not worker.is_paused(self._clock()):
-            _log.warning("worker %s takes no connections: %s", worker.id, cause)
-        worker.note_failure(self._clock())
+        self._set(worker, worker.breaker.refused(self._clock(), cause))
+
+    def note_down(self, worker: Worker, cause: str) -> None:
+        """`worker` was found to give no sign of life."""
+        self._set(worker, worker.breaker.down(self._clock(), cause))
+
+    def note_alive(self, worker: Worker) -> None:
+        """`worker` gives a sign of life again."""
+        self._set(worker, worker.breaker.alive(self._clock()))
+
+    def _set(self, worker: Worker, breaker: Breaker) -> None:
+        before = worker.breaker
+        worker.breaker = breaker
+        if breaker.circuit is before.circuit:
+            return
+        if breaker.circuit is Circuit.OPEN:
+            _log.warning("worker %s %s: %s", worker.id, breaker.trouble, breaker.cause)
+        elif breaker.circuit is Circuit.CLOSED:
+            _log.info("worker %s is well again", worker.id)
 
     # What the watchers write.
 

@@ -19,7 +19,7 @@ from vllm_pd.router.metrics import status_name
 from vllm_pd.router.placement import Placer
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import ConnectFailed, FirstByteTimeout, Upstream, UpstreamError, UpstreamResponse
-from vllm_pd.state.base import WorkerId
+from vllm_pd.state.base import PoolId, WorkerId
 
 MAX_PREFILL_ANSWER = 64 * 1024 * 1024
 """Bytes. Transfer parameters list every block of the prompt, so long prompts have long answers."""
@@ -37,6 +37,8 @@ class PrefillOutcome:
     """Transfer parameters as raw JSON: what the decode worker reads the blocks by."""
     worker: WorkerId | None = None
     """Who computed it."""
+    pool: PoolId | None = None
+    """Whose workers may read the blocks."""
 
 
 class PrefillDispatch(Protocol):
@@ -90,4 +92,6 @@ class DirectPrefill:
             return PrefillOutcome(status_name(answer.status))
         computed(self._placer, attempt, call)
         params = transfer_params(content)
-        return PrefillOutcome(params=params, worker=worker.id) if params is not None else PrefillOutcome("no_params")
+        if params is None:
+            return PrefillOutcome("no_params")
+        return PrefillOutcome(params=params, worker=worker.id, pool=worker.pool)

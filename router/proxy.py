@@ -86,7 +86,7 @@ class Proxy:
             outcome = await self._dispatch.run(call, placed)
             failure = outcome.failure
             if not failure:
-                call.params, call.prefilled_on = outcome.params, outcome.worker
+                call.params, call.prefilled_on, call.prefilled_pool = outcome.params, outcome.worker, outcome.pool
                 break
             _log.debug("%s prefill on %s failed: %s", call.id, placed.worker.id, failure)
             if failure != CONNECT:

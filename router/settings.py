@@ -231,6 +231,20 @@ class RouterSettings:
         parse=layered.boolean,
         default=False,
     )
+    prefill_dispatch: str = setting(
+        help="how prefill work reaches workers: queue (through the store, where workers claim it) or direct",
+        env="VLLM_PD_ROUTER_PREFILL_DISPATCH",
+        flag="--prefill-dispatch",
+        parse=layered.choice("queue", "direct"),
+        default="queue",
+    )
+    queue_timeout: float = setting(
+        help="seconds that prefill work may wait in the queue until a worker claims it; then the decode worker does it",
+        env="VLLM_PD_ROUTER_QUEUE_TIMEOUT",
+        flag="--queue-timeout",
+        parse=_seconds,
+        default=10.0,
+    )
     prefill_timeout: float = setting(
         help="seconds for the prefill leg; then the request goes whole to a decode worker",
         env="VLLM_PD_ROUTER_PREFILL_TIMEOUT",
