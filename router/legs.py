@@ -12,12 +12,18 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw
 
+from vllm_pd.holds import HOLD_FIELD
+
 _ONE = Raw(b"1")
 _FALSE = Raw(b"false")
-_TRANSFER = Raw(
-    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
-    b'"remote_host":null,"remote_port":null}'
-)
+_TRANSFER: dict[str, object] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 
 PRIORITY_HEADER = "x-vllm-priority"
 """vLLM takes it before the body's `priority`, if it is a whole number."""
@@ -67,8 +73,11 @@ class _PrefillAnswer(msgspec.Struct):
 _answer = msgspec.json.Decoder(_PrefillAnswer)
 
 
-def prefill_body(body: bytes) -> bytes:
+def prefill_body(body: bytes, hold: str = "") -> bytes:
     """The body of the prefill leg.
+
+    Args:
+        hold: key under which the worker keeps the blocks, see `vllm_pd.holds`.
 
     Raises:
         msgspec.DecodeError: `body` is not a JSON object.
@@ -78,7 +87,7 @@ def prefill_body(body: bytes) -> bytes:
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = _ONE
     fields["stream"] = _FALSE
-    fields["kv_transfer_params"] = _TRANSFER
+    fields["kv_transfer_params"] = Raw(msgspec.json.encode({**_TRANSFER, HOLD_FIELD: hold} if hold else _TRANSFER))
     return msgspec.json.encode(fields)
 
 

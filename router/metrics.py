@@ -86,6 +86,12 @@ class RouterMetrics:
             ["reason"],
             registry=self.registry,
         )
+        self.releases = Counter(
+            f"{_PREFIX}_released_handoffs_total",
+            "Hand-offs that nobody will read, by whether their prefill worker let the blocks go at once.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self._request_seconds = Histogram(
             f"{_PREFIX}_request_seconds",
             "From the request's head to the end of its answer.",

@@ -169,3 +169,9 @@ def test_turn_is_added_behind_the_clients_bytes() -> None:
 def test_priority_that_cannot_be_combined_stays_for_the_worker_to_judge(own: object) -> None:
     body = json.dumps({"priority": own}).encode()
     assert prioritised_body(body, own, 7) == body
+
+
+def test_prefill_leg_names_the_hold_by_which_its_blocks_can_be_let_go() -> None:
+    params = json.loads(prefill_body(b'{"prompt":"p"}', "k"))["kv_transfer_params"]
+    assert params.pop("pd_hold") == "k"
+    assert params == json.loads(prefill_body(b'{"prompt":"p"}'))["kv_transfer_params"]
