@@ -16,6 +16,8 @@ from vllm_pd.router.transport import (
     Headers,
     StreamLost,
     StreamStalled,
+    UpstreamError,
+    Wait,
 )
 
 # uvicorn, vLLM's server, drops idle connections after 5 s. Leaving earlier avoids sending into a closing connection.
@@ -46,13 +48,15 @@ class AiohttpResponse:
     One timer watches a whole stream: setting and clearing one for each chunk would cost a tenth of the router's time.
     """
 
-    __slots__ = ("_headers", "_idle", "_response", "_stalled", "_waiting_since", "_watch", "status")
+    __slots__ = ("_headers", "_idle", "_response", "_stalled", "_wait", "_watch", "status")
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, wait: Wait) -> None:
         self._response = response
+        self._wait = wait
+        # Wakes the reader with an error.
+        wait.woken_by(response.close)
         self._headers: Headers | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._waiting_since = 0.0
         self._idle = 0.0
         self._stalled = False
         self.status = response.status
@@ -69,7 +73,7 @@ class AiohttpResponse:
             if chunk := content.read_nowait():
                 return chunk
             loop = asyncio.get_running_loop()
-            self._waiting_since = loop.time()
+            self._wait.since = loop.time()
             if self._watch is None or idle < self._idle:
                 self._stop_watching()
                 self._watch = loop.call_later(idle, self._look, loop)
@@ -78,21 +82,20 @@ class AiohttpResponse:
         except aiohttp.ClientError as e:
             if self._stalled:
                 raise StreamStalled(f"nothing came for {idle:g} s") from None
-            raise StreamLost(f"the connection broke off ({_cause(e)})") from None
+            raise self._lost(e) from None
         finally:
-            self._waiting_since = 0.0
+            self._wait.since = 0.0
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """The timer ran out: look again later, unless the present wait has lasted too long."""
         self._watch = None
-        if not self._waiting_since:
+        if not self._wait.since:
             return
-        left = self._waiting_since + self._idle - loop.time()
+        left = self._wait.since + self._idle - loop.time()
         if left > 0:
             self._watch = loop.call_later(left, self._look, loop)
         else:
             self._stalled = True
-            # Wakes the reader with an error.
             self._response.close()
 
     def _stop_watching(self) -> None:
@@ -102,17 +105,25 @@ class AiohttpResponse:
 
     async def read(self, limit: int, deadline: float) -> bytes:
         body = bytearray()
+        wait, loop = self._wait, asyncio.get_running_loop()
+        wait.since = loop.time()
         try:
             async with asyncio.timeout(deadline):
                 while chunk := await self._response.content.readany():
                     body += chunk
+                    wait.since = loop.time()
                     if len(body) > limit:
                         raise StreamLost(f"the answer is longer than {limit} bytes")
         except aiohttp.ClientError as e:
-            raise StreamLost(f"the connection broke off ({_cause(e)})") from None
+            raise self._lost(e) from None
         except TimeoutError:
             raise StreamLost(f"the answer was not complete after {deadline:g} s") from None
+        finally:
+            wait.since = 0.0
         return bytes(body)
+
+    def _lost(self, error: aiohttp.ClientError) -> UpstreamError:
+        return self._wait.error or StreamLost(f"the connection broke off ({_cause(error)})")
 
     def close(self) -> None:
         self._stop_watching()
@@ -144,14 +155,25 @@ class AiohttpUpstream:
         )
 
     async def open(
-        self, method: str, base: str, target: str, headers: Headers, body: bytes | None, first_byte: float
+        self,
+        method: str,
+        base: str,
+        target: str,
+        headers: Headers,
+        body: bytes | None,
+        first_byte: float,
+        wait: Wait | None = None,
     ) -> AiohttpResponse:
+        wait = wait if wait is not None else Wait()
         try:
             url = self._url(base + target)
         except ValueError as e:
             raise ConnectFailed(f"its URL is unusable: {e}") from None
         try:
-            async with asyncio.timeout(first_byte):
+            async with asyncio.timeout(first_byte) as patience:
+                loop = asyncio.get_running_loop()
+                wait.since = loop.time()
+                wait.woken_by(lambda: patience.reschedule(loop.time()))
                 response = await self._session.request(
                     method,
                     url,
@@ -166,8 +188,10 @@ class AiohttpUpstream:
         except aiohttp.ClientError as e:
             raise Disconnected(_cause(e)) from None
         except TimeoutError:
-            raise FirstByteTimeout(f"no answer within {first_byte:g} s") from None
-        return AiohttpResponse(response)
+            raise wait.error or FirstByteTimeout(f"no answer within {first_byte:g} s") from None
+        finally:
+            wait.since = 0.0
+        return AiohttpResponse(response, wait)
 
     def _url(self, text: str) -> URL:
         """Raises ValueError."""

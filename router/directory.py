@@ -165,9 +165,13 @@ class Directory:
         """`worker` was found to give no sign of life."""
         self._set(worker, worker.breaker.down(self._clock(), cause))
 
+    def note_stuck(self, worker: Worker, cause: str) -> None:
+        """`worker` answers, and its engine was found to compute nothing."""
+        self._set(worker, worker.breaker.stuck(self._clock(), cause))
+
     def note_alive(self, worker: Worker) -> None:
-        """`worker` gives a sign of life again."""
-        self._set(worker, worker.breaker.alive(self._clock()))
+        """The process of `worker` gives a sign of life."""
+        self._set(worker, worker.breaker.alive())
 
     def _set(self, worker: Worker, breaker: Breaker) -> None:
         before = worker.breaker

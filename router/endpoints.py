@@ -184,7 +184,8 @@ class Endpoints:
             "models": worker.record.models,
             "source": worker.source,
             "lease_left_ms": worker.lease_left_ms(now) if worker.source is Source.STORE else None,
-            "usable": not worker.is_paused(now),
+            "usable": worker.is_usable(now),
+            "trouble": f"{worker.breaker.trouble}: {worker.breaker.cause}" if worker.is_broken else None,
             "load": {
                 "inflight": worker.inflight,
                 "running": worker.running,
@@ -207,7 +208,7 @@ class Endpoints:
 
     async def _models_of(self, pool: tuple[Worker, ...], headers: Headers) -> list[dict[str, Any]]:
         now = self._clock()
-        asked = min(pool, key=lambda worker: (worker.is_paused(now), not worker.role.decodes, worker.inflight))
+        asked = min(pool, key=lambda worker: (not worker.is_usable(now), not worker.role.decodes, worker.inflight))
         try:
             async with asyncio.timeout(MODELS_DEADLINE_S):
                 answer = await self._upstream.open(

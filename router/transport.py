@@ -22,6 +22,12 @@ def header(headers: Iterable[tuple[str, str]], name: str) -> str | None:
     return None
 
 
+def retry_after(headers: Iterable[tuple[str, str]]) -> float | None:
+    """The seconds of a `Retry-After` header; None where there is none, or it names a date."""
+    text = (header(headers, "retry-after") or "").strip()
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
 class UpstreamError(PDError):
     """A worker did not give a usable answer."""
 
@@ -44,6 +50,43 @@ class StreamLost(UpstreamError):
 
 class StreamStalled(StreamLost):
     """The connection stands, but nothing came for the idle time."""
+
+
+class WorkerDown(StreamLost):
+    """The worker, or its part that computes, was found to give no sign of life; or the leg was lost on its way there.
+
+    Raised at any time between sending a request and the end of its answer.
+    """
+
+
+class RouterStopping(StreamLost):
+    """This router is being stopped and the grace time is over."""
+
+
+class Wait:
+    """What a leg waits for as seen from outside: since when nothing has come, and a way to end that."""
+
+    __slots__ = ("_wake", "error", "since")
+
+    def __init__(self) -> None:
+        self.since = 0.0
+        """When the present wait began, in seconds of the running loop's clock; 0 while nothing is waited for."""
+        self.error: UpstreamError | None = None
+        """With which it was ended."""
+        self._wake: Callable[[], None] | None = None
+
+    def end(self, error: UpstreamError) -> None:
+        """Have the present wait, or the next one, raise `error`. Of several calls the first counts."""
+        if self.error is None:
+            self.error = error
+            if self._wake is not None:
+                self._wake()
+
+    def woken_by(self, wake: Callable[[], None]) -> None:
+        """For the transport: `wake` ends what is waited for now."""
+        self._wake = wake
+        if self.error is not None:
+            wake()
 
 
 class BodyError(PDError):
@@ -73,6 +116,7 @@ class UpstreamResponse(Protocol):
         Raises:
             StreamLost: the connection broke.
             StreamStalled: nothing came for `idle` seconds.
+            UpstreamError: the one with which the request's `Wait` was ended.
         """
 
     async def read(self, limit: int, deadline: float) -> bytes:
@@ -80,6 +124,7 @@ class UpstreamResponse(Protocol):
 
         Raises:
             StreamLost: it broke off, was too long, or too slow.
+            UpstreamError: the one with which the request's `Wait` was ended.
         """
 
     def close(self) -> None:
@@ -90,14 +135,22 @@ class Upstream(Protocol):
     """The client side: keeps connections to workers."""
 
     async def open(
-        self, method: str, base: str, target: str, headers: Headers, body: bytes | None, first_byte: float
+        self,
+        method: str,
+        base: str,
+        target: str,
+        headers: Headers,
+        body: bytes | None,
+        first_byte: float,
+        wait: Wait | None = None,
     ) -> UpstreamResponse:
         """Send a request to `base` + `target` and wait for the answer's head for at most `first_byte` seconds.
 
-        Cancelling the call closes the connection.
+        Cancelling the call closes the connection. `wait` shows this wait and those for the answer's body.
 
         Raises:
             ConnectFailed, Disconnected, FirstByteTimeout: see there.
+            UpstreamError: the one with which `wait` was ended.
         """
 
     async def close(self) -> None:

@@ -1,16 +1,14 @@
-"""One worker as this router sees it: what it says about itself, its engines, and how connections to it fare."""
+"""One worker as this router sees it: what it says about itself, its engines, and how requests to it fare."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
+from vllm_pd.router.breaker import Breaker, Circuit
 from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.rates import RateLearner
 from vllm_pd.state.base import PoolId, Role, WorkerId, WorkerRecord, WorkerState
 from vllm_pd.state.block_index import Holder
-
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 8.0
 
 
 class Source(StrEnum):
@@ -32,9 +30,9 @@ class Worker:
         "_learner",
         "_lease_end",
         "_others",
-        "_pause",
         "_reported_at",
         "_router",
+        "breaker",
         "decodes",
         "engines",
         "hands_over",
@@ -43,7 +41,6 @@ class Worker:
         "lease_span",
         "pool",
         "record",
-        "resume_at",
         "role",
         "running",
         "source",
@@ -53,8 +50,8 @@ class Worker:
     def __init__(self, state: WorkerState, source: Source, learner: RateLearner, router: str, now: float) -> None:
         self.id: WorkerId = state.record.id
         self.source = source
-        self.resume_at = 0.0
-        self._pause = FIRST_PAUSE_S
+        self.breaker = Breaker()
+        """How requests to it fare. The `Directory` writes it."""
         self._learner = learner
         self._router = router
         self.record: WorkerRecord = state.record
@@ -94,7 +91,7 @@ class Worker:
             if state.record.pool != before.pool:
                 self.pool = state.record.pool.id
             if state.record.epoch != before.epoch or state.record.dp_size != before.dp_size:
-                self.note_success()
+                self.breaker = Breaker()
                 self._start_engines()
             for engine in self.engines:
                 engine.pool, engine.role = self.pool, self.role
@@ -143,22 +140,15 @@ class Worker:
         """What is left of the lease as last seen, not below 0."""
         return max(0, int((self._lease_end - now) * 1000))
 
-    def note_failure(self, now: float) -> None:
-        """A connection was refused: leave the worker out for a time that doubles with each failure in a row.
+    def is_usable(self, now: float) -> bool:
+        """Whether a request may go there now, as long as others could serve it too."""
+        return self.breaker.allows(now)
 
-        Requests that meet the same outage side by side, or ask as a last resort during the pause, count once.
-        """
-        if self.is_paused(now):
-            return
-        self.resume_at = now + self._pause
-        self._pause = min(LONGEST_PAUSE_S, 2 * self._pause)
+    @property
+    def is_broken(self) -> bool:
+        """Whether it has failed and not been well since. One that is only too busy is not."""
+        return self.breaker.circuit is not Circuit.CLOSED
 
     def note_success(self) -> None:
         """It answered."""
-        if self.resume_at:
-            self._pause = FIRST_PAUSE_S
-            self.resume_at = 0.0
-
-    def is_paused(self, now: float) -> bool:
-        """Whether it refused a connection a short time ago."""
-        return now < self.resume_at
+        self.breaker = Breaker()

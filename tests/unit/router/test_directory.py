@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_pd.router.directory import LAST_RESORT_S, Directory
-from vllm_pd.router.worker import LONGEST_PAUSE_S, Source, Worker
+from vllm_pd.router.worker import Source, Worker
 from vllm_pd.routing.model import NO_OVERLAP, Ask
 from vllm_pd.state import Epoch, Holder, PoolSpec, Role, WorkerId, WorkerLoad, WorkerRecord, WorkerState
 from vllm_pd.state.base import RouterWork
@@ -179,23 +179,40 @@ def test_generation_changes_with_who_is_there(directory: Directory) -> None:
     assert [after > before for before, after in itertools.pairwise(seen)] == [True, False, True, True]
 
 
-def test_refusing_worker_is_left_out_longer_each_time_and_back_after_success(
-    directory: Directory, clock: Clock
-) -> None:
+def test_refusing_worker_is_left_out_until_it_gives_a_sign_of_life(directory: Directory, clock: Clock) -> None:
     directory.replace(Source.STORE, [state("a"), state("b")])
-    worker = directory.workers[0]
-    pauses = []
-    for _ in range(8):
-        directory.note_failure(worker, "refused")
-        assert directory.serving("m") == [directory.workers[1]]
-        pauses.append(worker.resume_at - clock.now)
-        clock.now = worker.resume_at
-        assert len(directory.serving("m") or []) == 2
-    assert pauses == sorted(pauses)
-    assert pauses[-1] == LONGEST_PAUSE_S
-    worker.note_success()
+    worker, other = directory.workers
     directory.note_failure(worker, "refused")
-    assert worker.resume_at - clock.now == pauses[0]
+    clock.now += 3600
+    assert directory.serving("m") == [other]
+    directory.note_alive(worker)
+    assert directory.serving("m") == [worker, other]
+
+
+def test_busy_worker_is_left_out_for_as_long_as_it_asks(directory: Directory, clock: Clock) -> None:
+    directory.replace(Source.STORE, [state("a"), state("b")])
+    worker, other = directory.workers
+    directory.note_answer(worker, 503, [("Retry-After", "5")])
+    assert directory.serving("m") == [other]
+    assert not worker.is_broken
+    assert directory.missing() == ""
+    clock.now += 5
+    assert directory.serving("m") == [worker, other]
+
+
+def test_when_all_are_in_trouble_the_busy_ones_come_first(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a"), state("b")])
+    dead, busy = directory.workers
+    directory.note_failure(dead, "refused")
+    directory.note_answer(busy, 429, [])
+    assert directory.serving("m") == [busy]
+
+
+def test_errors_of_clients_say_nothing_about_a_worker(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a"), state("b")])
+    for _ in range(100):
+        directory.note_answer(directory.workers[0], 400, [])
+    assert len(directory.serving("m") or []) == 2
 
 
 def test_restarted_worker_is_used_at_once(directory: Directory) -> None:
@@ -209,7 +226,7 @@ def test_refusing_decode_worker_is_still_tried_when_it_is_the_only_one(directory
     directory.replace(Source.STORE, [state("d", Role.DECODE), state("p", Role.PREFILL)])
     directory.note_failure(directory.workers[0], "refused")
     assert {w.id for w in directory.serving("m") or []} == {"d", "p"}
-    assert "refuses connections (d)" in directory.missing()
+    assert "d takes no connections: refused" in directory.missing()
 
 
 def test_with_one_pool_any_model_goes_to_it(directory: Directory) -> None:
@@ -250,29 +267,6 @@ def test_lease_runs_down_between_refreshes(directory: Directory, clock: Clock) -
     assert only(directory).lease_left_ms(clock.now) == 3000
     clock.now += 9
     assert only(directory).lease_left_ms(clock.now) == 0
-
-
-def test_requests_that_fail_side_by_side_count_as_one_failure(directory: Directory, clock: Clock) -> None:
-    directory.replace(Source.STORE, [state("a")])
-    worker = only(directory)
-    directory.note_failure(worker, "refused")
-    first = worker.resume_at
-    for _ in range(2000):
-        directory.note_failure(worker, "refused")
-    assert worker.resume_at == first
-    clock.now = first
-    directory.note_failure(worker, "refused")
-    assert worker.resume_at - first == 2 * (first - 100.0)
-
-
-def test_worker_that_is_away_for_long_stays_at_the_longest_pause(directory: Directory, clock: Clock) -> None:
-    directory.replace(Source.STORE, [state("a")])
-    worker = only(directory)
-    for _ in range(2000):
-        directory.note_failure(worker, "refused")
-        clock.now = worker.resume_at
-    directory.note_failure(worker, "refused")
-    assert worker.resume_at - clock.now == LONGEST_PAUSE_S
 
 
 def test_the_last_decode_worker_is_tried_after_its_lease_until_it_refuses(directory: Directory, clock: Clock) -> None:

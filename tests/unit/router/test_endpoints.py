@@ -42,6 +42,7 @@ async def test_ready_lists_workers_with_role_lease_and_load(pd: PD) -> None:
         "models": ["m"],
         "source": "store",
         "usable": True,
+        "trouble": None,
         "load": {"inflight": 0, "running": 2, "waiting": 1, "kv_usage": 0.5},
     }
 

@@ -131,7 +131,7 @@ async def test_decode_worker_that_refuses_is_replaced(start_cluster: StartCluste
     assert (await cluster.post("/v1/completions", STREAM))[0] == 200
     assert len(prefill.posts) == len(second.posts) == 1
     assert json.loads((await cluster.get("/ready"))[1])["workers"]
-    assert [w.id for w in cluster.service.directory.workers if w.is_paused(asyncio.get_running_loop().time())] == [
+    assert [w.id for w in cluster.service.directory.workers if w.is_broken] == [
         first.host_port
     ]
 

@@ -1,0 +1,67 @@
+"""The legs that are under way, as the health watch sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from vllm_pd.router.transport import Wait
+from vllm_pd.router.worker import Worker
+
+
+def never() -> bool:
+    """For a leg that nobody else can take."""
+    return False
+
+
+class Leg:
+    """One leg of a request on a worker, from before it is sent until its answer has ended.
+
+    Attributes:
+        wait: goes to `Upstream.open`; the watch ends it with `WorkerDown`.
+        movable: asked when the worker is found down: whether another worker can take the request now. A leg that
+            cannot be moved gets a longer time, as its worker may come back.
+        begun: the engine has computed something for it: the first byte of its answer's body has come.
+    """
+
+    __slots__ = ("begun", "movable", "rank", "sent", "wait", "worker")
+
+    def __init__(self, worker: Worker, rank: int, sent: float, movable: Callable[[], bool]) -> None:
+        self.worker = worker
+        self.rank = rank
+        """Data-parallel rank of its engine."""
+        self.sent = sent
+        """Seconds of the running loop's clock."""
+        self.movable = movable
+        self.begun = False
+        self.wait = Wait()
+
+
+class Legs:
+    """All legs of one router. Belongs to one event loop.
+
+    Args:
+        clock: seconds of that loop.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._legs: dict[Worker, set[Leg]] = {}
+
+    def begin(self, worker: Worker, rank: int, movable: Callable[[], bool] = never) -> Leg:
+        """A leg is about to be sent. `end` must follow."""
+        leg = Leg(worker, rank, self._clock(), movable)
+        self._legs.setdefault(worker, set()).add(leg)
+        return leg
+
+    def end(self, leg: Leg) -> None:
+        """It has ended, in whatever way. Idempotent."""
+        legs = self._legs.get(leg.worker)
+        if legs is not None:
+            legs.discard(leg)
+            if not legs:
+                del self._legs[leg.worker]
+
+    @property
+    def by_worker(self) -> Mapping[Worker, set[Leg]]:
+        """Workers with legs under way; those that have left the directory among them."""
+        return self._legs
