@@ -35,7 +35,7 @@ without dashes in front ("workers" for --worker, a list). Order: flag, environme
 """
 
 
-_LIST_METAVARS = {"workers": "URL=ROLE", "weights": "NAME=VALUE"}
+_LIST_METAVARS = {"workers": "URL=ROLE", "weights": "NAME=VALUE", "disagg_options": "NAME=VALUE"}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -45,6 +45,8 @@ class Reason(StrEnum):
     SHORT = "short_prompt"
     CACHED = "little_uncached"
     SOONER_WHOLE = "sooner_whole"
+    PREFILL_BUSY = "prefill_busy"
+    NEVER = "never"
     NO_PREFILL = "no_prefill_worker"
     NO_TRANSFER = "no_transfer"
 

@@ -24,11 +24,17 @@ from vllm_pd.routing import policies
 from vllm_pd.routing.decide import Decision, PoolAsk, decide
 from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.model import Ask, Choice, Overlaps
-from vllm_pd.routing.plan import SplitRule
 from vllm_pd.routing.record import DecisionRecord, record_of
+from vllm_pd.routing.split_rule import Disagg, SplitRule
 from vllm_pd.state.base import PoolId, Role, WorkerId
 
-_REASONS = {"no prefill worker": Reason.NO_PREFILL, "sooner whole": Reason.SOONER_WHOLE, "split": Reason.SPLIT}
+_REASONS = {
+    "no prefill worker": Reason.NO_PREFILL,
+    "never": Reason.NEVER,
+    "prefill busy": Reason.PREFILL_BUSY,
+    "sooner whole": Reason.SOONER_WHOLE,
+    "split": Reason.SPLIT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,9 @@ class Placer:
         clock: Callable[[], float],
     ) -> None:
         self._random = Random(settings.seed if settings.seed >= 0 else None)
-        self._rule = SplitRule(max_local_tokens=settings.max_local_prefill_tokens)
-        self._rule_of_equals = replace(self._rule, by_time=True)
+        self._rule = settings.split_rule
+        equals = self._rule.name is Disagg.ALWAYS
+        self._rule_of_equals = replace(self._rule, name=Disagg.AUTO) if equals else self._rule
         self._orders = policies.policy(settings.policy, settings.weights).patience > 0
         """Else all keep the order of arrival, those with another policy by a header too."""
         self._sessions = Sessions(settings.session_ttl)

@@ -14,12 +14,24 @@ from vllm_pd.layered import Resolved, setting
 from vllm_pd.router.static_probe import StaticWorker
 from vllm_pd.routing import policies
 from vllm_pd.routing.policies import DEFAULT_POLICY, POLICIES
+from vllm_pd.routing.split_rule import Disagg, SplitRule, split_rule
 from vllm_pd.state.base import Role
 
 MIB = 1 << 20
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]{1,64}")
 
+AUTO = "auto"
+
 _seconds = layered.number(0, exclusive=True, high=86400)
+
+
+def _tokens_or_auto(raw: Any) -> int | str:
+    if raw == AUTO:
+        return AUTO
+    try:
+        return layered.integer(0)(raw)
+    except ValueError as e:
+        raise ValueError(f"{e}, or auto") from None
 
 
 def _key(raw: Any) -> str:
@@ -194,12 +206,35 @@ class RouterSettings:
         parse=_existing_path,
         default="",
     )
-    max_local_prefill_tokens: int = setting(
-        help="prompts of which a decode worker lacks at most this many tokens are prefilled there",
+    disagg: str = setting(
+        help=f"when prompts are prefilled on another worker: {', '.join(Disagg)}",
+        env="VLLM_PD_ROUTER_DISAGG",
+        flag="--disagg",
+        parse=layered.choice(*Disagg),
+        default=Disagg.ALWAYS,
+    )
+    disagg_options: tuple[tuple[str, float], ...] = setting(
+        help="a parameter of that rule, as NAME=VALUE; repeat for more",
+        env="VLLM_PD_ROUTER_DISAGG_OPTIONS",
+        flag="--disagg-option",
+        parse=_weights,
+        default=(),
+    )
+    max_local_prefill_tokens: int | str = setting(
+        help="prompts of which a decode worker lacks at most this many tokens are prefilled there; auto: as the rule "
+        "of --disagg finds out",
         env="VLLM_PD_ROUTER_MAX_LOCAL_PREFILL_TOKENS",
         flag="--max-local-prefill-tokens",
-        parse=layered.integer(0),
-        default=0,
+        parse=_tokens_or_auto,
+        default=AUTO,
+    )
+    require_prefill: bool = setting(
+        help="strict: refuse requests while no worker prefills for others, and those whose prefill fails, rather than "
+        "have decode workers compute the prompts: on or off",
+        env="VLLM_PD_ROUTER_REQUIRE_PREFILL",
+        flag="--require-prefill",
+        parse=layered.boolean,
+        default=False,
     )
     worker_api_key: str = setting(
         help="key that the workers ask for (their --api-key); better set by its environment variable",
@@ -273,6 +308,13 @@ class RouterSettings:
         parse=_seconds,
         default=120.0,
     )
+    continue_streams: int = setting(
+        help="how many times a stream whose worker is lost may be continued on another; 0 ends it with an error",
+        env="VLLM_PD_ROUTER_CONTINUE_STREAMS",
+        flag="--continue-streams",
+        parse=layered.integer(0, 100),
+        default=2,
+    )
     shutdown_grace: float = setting(
         help="seconds that requests in progress get to finish after SIGTERM",
         env="VLLM_PD_ROUTER_SHUTDOWN_GRACE",
@@ -294,6 +336,12 @@ class RouterSettings:
         parse=lambda raw: layered.choice("debug", "info", "warning", "error")(str(raw).lower()),
         default="info",
     )
+
+    @property
+    def split_rule(self) -> SplitRule:
+        """When a request is split. Raises SettingsError if the settings for it do not fit together."""
+        limit = self.max_local_prefill_tokens
+        return split_rule(self.disagg, limit if isinstance(limit, int) else None, self.disagg_options)
 
     @property
     def max_body_bytes(self) -> int:
@@ -320,6 +368,8 @@ def load(
             "or name them with --worker URL=role."
         )
     policies.policy(settings.policy, settings.weights)
+    if settings.split_rule.name is Disagg.NEVER and settings.require_prefill:
+        raise SettingsError("--disagg never and --require-prefill contradict each other; keep one.")
     if settings.worker_ca and settings.worker_insecure:
         raise SettingsError("--worker-ca and --worker-insecure contradict each other; keep one.")
     return resolved

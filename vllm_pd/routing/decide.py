@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from random import Random
 
 from vllm_pd.routing.model import Ask, Candidate, Overlaps
-from vllm_pd.routing.plan import DEFAULT_RULE, Plan, SplitRule, plan
+from vllm_pd.routing.plan import Plan, plan
 from vllm_pd.routing.policies.base import Policy
+from vllm_pd.routing.split_rule import DEFAULT_RULE, SplitRule
 from vllm_pd.state.base import PoolId
 
 

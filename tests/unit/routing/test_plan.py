@@ -8,8 +8,9 @@ import pytest
 from tests.unit.routing.engines import SIMPLE, engine, send
 from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.model import Ask, Overlap
-from vllm_pd.routing.plan import SplitRule, plan
+from vllm_pd.routing.plan import plan
 from vllm_pd.routing.policies import POLICIES
+from vllm_pd.routing.split_rule import Disagg, SplitRule
 from vllm_pd.state.base import Role, WorkerId
 
 ASK = Ask(1000, 10)
@@ -67,7 +68,15 @@ def test_a_worker_does_not_prefill_for_itself() -> None:
 def test_short_rest_is_prefilled_where_it_is_decoded(held: int, limit: int, reason: str) -> None:
     """The engine computes the last block even of a prompt it holds whole; 10 tokens are not below one block."""
     one = decoder("d")
-    made = plan(PREDICTED, ASK, [one], [prefiller("p")], {one.holder: Overlap(held)}, 0.0, rule=SplitRule(limit))
+    made = plan(
+        PREDICTED,
+        ASK,
+        [one],
+        [prefiller("p")],
+        {one.holder: Overlap(held)},
+        0.0,
+        rule=SplitRule(max_local_tokens=limit),
+    )
     assert made.reason == reason
 
 
@@ -98,13 +107,13 @@ def test_busy_prefill_workers_are_passed_by_only_if_the_rule_goes_by_time() -> N
     for n in range(5):
         send(busy, f"r{n}", 1000, 0.0)
     assert plan(PREDICTED, ASK, [one], [busy], {}, 0.0).reason == "split"
-    made = plan(PREDICTED, ASK, [one], [busy], {}, 0.0, rule=SplitRule(by_time=True))
+    made = plan(PREDICTED, ASK, [one], [busy], {}, 0.0, rule=SplitRule(Disagg.AUTO))
     assert (made.reason, made.ttft) == ("sooner whole", pytest.approx(1.0))
 
 
 def test_stall_of_decoding_sequences_speaks_for_a_split() -> None:
     """The prefill worker's queue is a little longer than the hand-over saves, but forty sequences would stand still."""
-    rule = SplitRule(by_time=True)
+    rule = SplitRule(Disagg.AUTO)
     queue = prefiller("p")
     send(queue, "r", 100, 0.0)
     assert plan(PREDICTED, ASK, [decoder("d")], [queue], {}, 0.0, rule=rule).reason == "sooner whole"

@@ -16,8 +16,8 @@ from vllm_pd.routing import policies
 from vllm_pd.routing.decide import PoolAsk, decide
 from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.model import Ask, Overlap
-from vllm_pd.routing.plan import SplitRule
 from vllm_pd.routing.record import DecisionRecord, read_record, record_of, repeat
+from vllm_pd.routing.split_rule import SplitRule
 from vllm_pd.state.base import PoolId, Role, WorkerId
 from vllm_pd.state.block_index import Holder
 
