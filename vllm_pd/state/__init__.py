@@ -42,8 +42,10 @@ from vllm_pd.state.memory_store import MemoryStore
 from vllm_pd.state.open_registry import open_block_index, open_prefill_queue, open_registry, open_roles
 from vllm_pd.state.prefill_queue import (
     Claim,
+    Claimant,
     DeadJob,
     JobId,
+    JobInfo,
     JobResult,
     PrefillJob,
     PrefillQueue,
@@ -59,6 +61,7 @@ __all__ = [
     "BlockWriter",
     "CacheStats",
     "Claim",
+    "Claimant",
     "DeadJob",
     "Digest",
     "Epoch",
@@ -67,6 +70,7 @@ __all__ = [
     "Holder",
     "IndexStats",
     "JobId",
+    "JobInfo",
     "JobResult",
     "MemoryBlockIndex",
     "MemoryPrefillQueue",

@@ -83,12 +83,32 @@ class Keys:
         return f"{self._tag(pool)}:job:{job}"
 
     def done(self, pool: PoolId, job: str) -> str:
-        """LIST with a time to live: a job's result. '' gives the prefix."""
+        """STRING with a time to live: a job of this id has ended, and how. '' gives the prefix."""
         return f"{self._tag(pool)}:done:{job}"
 
     def dead_jobs(self, pool: PoolId) -> str:
         """STREAM with a time to live and a bounded length: jobs that were given up."""
         return f"{self._tag(pool)}:dead"
+
+    def results(self, pool: PoolId, router: str) -> str:
+        """STREAM with a time to live and a bounded length: results a router has not seen. '' gives the prefix."""
+        return f"{self._tag(pool)}:results:{router}"
+
+    def router(self, pool: PoolId, router: str) -> str:
+        """STRING with a time to live: the router lives. '' gives the prefix."""
+        return f"{self._tag(pool)}:router:{router}"
+
+    def owners(self, pool: PoolId) -> str:
+        """SET with a time to live: ids of workers that may have a stream of prefill jobs, or claims."""
+        return f"{self._tag(pool)}:owners"
+
+    def claims(self, pool: PoolId, worker: str) -> str:
+        """HASH with a time to live: job -> epoch of the worker that has it. '' gives the prefix."""
+        return f"{self._tag(pool)}:claims:{worker}"
+
+    def cancelled(self, pool: PoolId, claimant: str) -> str:
+        """STREAM with a time to live and a bounded length: jobs cancelled in its hands. '' gives the prefix."""
+        return f"{self._tag(pool)}:cancelled:{claimant}"
 
     def caches(self, pool: PoolId) -> str:
         """ZSET: name of a cache (`cache_name`) -> when it ends, ms of the store's clock."""

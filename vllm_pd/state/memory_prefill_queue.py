@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from typing import TypeVar
 
-from vllm_pd.state.base import PoolId, WorkerId
+from vllm_pd.state.base import Epoch, PoolId, WorkerId
 from vllm_pd.state.keys import check_namespace
-from vllm_pd.state.memory_store import MemoryJob, MemoryQueue, MemoryStore
+from vllm_pd.state.memory_store import MemoryJob, MemoryQueue, MemoryStore, Namespace
 from vllm_pd.state.prefill_queue import (
+    RESULTS_A_CALL,
     Claim,
+    Claimant,
     DeadJob,
     JobId,
+    JobInfo,
     JobResult,
     PrefillJob,
     QueueDepth,
@@ -22,7 +26,10 @@ from vllm_pd.state.prefill_queue import (
     full_queue,
 )
 
+_Item = TypeVar("_Item")
+
 _MOST = 64
+_LOOKED_AT = 64
 # A claimed job outlives the silence of its worker by as much as others need to see it.
 _CLAIMED_LIVES = 4
 
@@ -37,20 +44,30 @@ class MemoryPrefillQueue:
 
     async def put(self, pool: PoolId, job: PrefillJob, ttl_ms: int) -> bool:
         with self._queue(pool) as queue:
-            if job.id in queue.jobs or job.id in queue.results:
+            if job.id in queue.jobs or job.id in queue.ended:
                 return False
-            if sum(1 for each in queue.jobs.values() if each.job.worker == job.worker) >= self._limits.length:
-                raise full_queue(job, self._limits)
-            self._append(queue, MemoryJob(job, "", self._store.now_ms() + ttl_ms))
+            now = self._store.now_ms()
+            here = [each for each in queue.jobs.values() if each.job.worker == job.worker]
+            if len(here) >= self._limits.length:
+                forsaken = [each for each in here if each.claimant is None and self._forsaken(queue, each)]
+                for each in forsaken:
+                    self._drop(queue, each)
+                if len(here) - len(forsaken) >= self._limits.length:
+                    raise full_queue(job, self._limits)
+            self._append(queue, MemoryJob(job, "", now, now + ttl_ms))
         return True
 
     async def claim(
-        self, pool: PoolId, worker: WorkerId, *, steal_from: WorkerId | None = None, wait_ms: int = 0
+        self, pool: PoolId, claimant: Claimant, *, fits: int, steal_from: WorkerId | None = None, wait_ms: int = 0
     ) -> Claim | None:
         deadline = time.monotonic() + wait_ms / 1000
         while True:
-            with self._queue(pool) as queue:
-                claim = self._claim(queue, worker, steal_from)
+            with self._space() as space:
+                queue = space.queue(pool)
+                registered = space.workers.get((pool, claimant.worker))
+                claim = None
+                if registered is None or registered[0].epoch <= claimant.epoch:
+                    claim = self._claim(queue, claimant, fits, steal_from)
                 left_ms = (deadline - time.monotonic()) * 1000
                 if claim is not None or left_ms <= 0:
                     return claim
@@ -60,15 +77,21 @@ class MemoryPrefillQueue:
     async def extend(self, pool: PoolId, claim: Claim) -> bool:
         with self._queue(pool) as queue:
             held = self._owned(queue, claim)
-            if held is not None:
-                self._said(held)
-        return held is not None
+            if held is None:
+                return False
+            if self._forsaken(queue, held):
+                self._drop(queue, held)
+                return False
+            self._said(held)
+        return True
 
     async def ack(self, pool: PoolId, claim: Claim, result: bytes) -> bool:
+        mark = (claim.entry, claim.claimant)
         with self._queue(pool) as queue:
-            if self._owned(queue, claim) is None:
-                return False
-            self._finish(queue, claim.job.id, JobResult(result))
+            held = self._owned(queue, claim)
+            if held is None:
+                return claim.job.id in queue.ended and queue.ended[claim.job.id][0] == mark
+            self._over(queue, held, JobResult(result, worker=claim.claimant.worker), mark)
         return True
 
     async def fail(self, pool: PoolId, claim: Claim, error: str) -> bool:
@@ -79,9 +102,26 @@ class MemoryPrefillQueue:
             self._give_up(queue, held, error)
         return True
 
+    async def release(self, pool: PoolId, claim: Claim) -> bool:
+        with self._queue(pool) as queue:
+            held = self._owned(queue, claim)
+            if held is None:
+                return False
+            held.attempt -= 1
+            self._to_shared(queue, held)
+        return True
+
     async def cancel(self, pool: PoolId, job: JobId) -> bool:
         with self._queue(pool) as queue:
-            return queue.jobs.pop(job, None) is not None
+            held = queue.jobs.pop(job, None)
+            queue.ended.setdefault(job, (None, self._store.now_ms() + self._limits.result_ttl_ms))
+            if held is not None and held.claimant is not None:
+                queue.cancelled.setdefault(held.claimant, []).append((job, self._result_ends()))
+                queue.waiters.wake()
+            return held is not None
+
+    async def cancelled(self, pool: PoolId, claimant: Claimant, wait_ms: int = 0) -> Sequence[JobId]:
+        return await self._take(pool, lambda queue: queue.cancelled.get(claimant), wait_ms)
 
     async def reclaim(self, pool: PoolId, worker: WorkerId | None) -> int:
         with self._queue(pool) as queue:
@@ -92,20 +132,30 @@ class MemoryPrefillQueue:
                 if held.job.worker == worker and held.claimant and now - held.said_ms >= self._limits.visibility_ms
             ][:_MOST]
             for held in late:
-                self._give_up(queue, held, f"{held.claimant} said nothing for {now - held.said_ms:.0f} ms")
+                assert held.claimant is not None
+                self._give_up(queue, held, f"{held.claimant.worker} said nothing for {now - held.said_ms:.0f} ms")
         return len(late)
+
+    async def takeover(self, pool: PoolId, worker: WorkerId, epoch: Epoch) -> int:
+        with self._queue(pool) as queue:
+            return self._give_up_claims(
+                queue, lambda each: each.worker == worker and each.epoch < epoch, f"{worker} was restarted"
+            )
 
     async def rehome(self, pool: PoolId, worker: WorkerId) -> int:
         with self._queue(pool) as queue:
-            here = [
-                held for held in queue.jobs.values() if held.job.worker == worker and held.claimant in (None, worker)
-            ][:_MOST]
-            for held in here:
-                if held.claimant is None:
-                    self._to_shared(queue, held)
-                else:
-                    self._give_up(queue, held, f"{worker} is gone")
-        return len(here)
+            waiting = [held for held in queue.jobs.values() if held.job.worker == worker and held.claimant is None]
+            given = self._give_up_claims(queue, lambda each: each.worker == worker, f"{worker} is gone")
+            for held in waiting[:_MOST]:
+                self._to_shared(queue, held)
+        return given + len(waiting[:_MOST])
+
+    async def announce_router(self, pool: PoolId, router: str, ttl_ms: int) -> None:
+        with self._queue(pool) as queue:
+            queue.routers[router] = self._store.now_ms() + ttl_ms
+
+    async def results(self, pool: PoolId, router: str, wait_ms: int = 0) -> Sequence[tuple[JobId, JobResult]]:
+        return await self._take(pool, lambda queue: queue.results.get(router), wait_ms)
 
     async def depth(self, pool: PoolId, workers: Sequence[WorkerId]) -> Mapping[WorkerId | None, QueueDepth]:
         out: dict[WorkerId | None, QueueDepth] = dict.fromkeys((None, *workers), QueueDepth())
@@ -122,16 +172,21 @@ class MemoryPrefillQueue:
                 out[held.job.worker] = QueueDepth(*more)
         return out
 
-    async def wait_done(self, pool: PoolId, job: JobId, wait_ms: int) -> JobResult | None:
-        deadline = time.monotonic() + wait_ms / 1000
-        while True:
-            with self._queue(pool) as queue:
-                found = queue.results.get(job)
-                left_ms = (deadline - time.monotonic()) * 1000
-                if found is not None or left_ms <= 0:
-                    return found[0] if found is not None else None
-                event = queue.waiters.join()
-            await queue.waiters.wait(event, left_ms)
+    async def streams(self, pool: PoolId) -> Sequence[WorkerId]:
+        with self._queue(pool) as queue:
+            held = queue.jobs.values()
+            owners = {each.job.worker for each in held if each.job.worker is not None}
+            return sorted(owners | {each.claimant.worker for each in held if each.claimant is not None})
+
+    async def jobs(self, pool: PoolId, limit: int = 100) -> Sequence[JobInfo]:
+        with self._queue(pool) as queue:
+            found = sorted(queue.jobs.values(), key=lambda held: held.job.worker or "")
+            return [self._info(held) for held in found[:limit]]
+
+    async def peek(self, pool: PoolId, job: JobId) -> tuple[JobInfo, bytes] | None:
+        with self._queue(pool) as queue:
+            held = queue.jobs.get(job)
+            return (self._info(held), held.job.payload) if held is not None else None
 
     async def dead(self, pool: PoolId, limit: int = 100) -> Sequence[DeadJob]:
         with self._queue(pool) as queue:
@@ -141,19 +196,65 @@ class MemoryPrefillQueue:
         return None
 
     @contextmanager
-    def _queue(self, pool: PoolId) -> Iterator[MemoryQueue]:
+    def _space(self) -> Iterator[Namespace]:
         with self._store.lock:
-            yield self._store.namespace(self._namespace).queue(pool)
+            yield self._store.namespace(self._namespace)
 
-    def _claim(self, queue: MemoryQueue, worker: WorkerId, steal_from: WorkerId | None) -> Claim | None:
-        for stream in (worker, None, *((steal_from,) if steal_from is not None else ())):
-            for held in queue.jobs.values():
-                if held.job.worker == stream and held.claimant is None:
+    @contextmanager
+    def _queue(self, pool: PoolId) -> Iterator[MemoryQueue]:
+        with self._space() as space:
+            yield space.queue(pool)
+
+    async def _take(
+        self, pool: PoolId, find: Callable[[MemoryQueue], list[tuple[_Item, float]] | None], wait_ms: int
+    ) -> list[_Item]:
+        deadline = time.monotonic() + wait_ms / 1000
+        while True:
+            with self._queue(pool) as queue:
+                found = find(queue) or []
+                left_ms = (deadline - time.monotonic()) * 1000
+                if found or left_ms <= 0:
+                    taken, found[:RESULTS_A_CALL] = found[:RESULTS_A_CALL], []
+                    return [item for item, _ in taken]
+                event = queue.waiters.join()
+            await queue.waiters.wait(event, left_ms)
+
+    def _claim(self, queue: MemoryQueue, claimant: Claimant, fits: int, steal_from: WorkerId | None) -> Claim | None:
+        turns: list[tuple[WorkerId | None, ...]] = [(claimant.worker, None)]
+        if steal_from is not None:
+            turns.append((steal_from,))
+        now, patience = self._store.now_ms(), self._limits.patience_ms
+        for streams in turns:
+            for held in self._waiting(queue, streams):
+                if self._forsaken(queue, held):
+                    self._drop(queue, held)
+                elif 0 <= fits < held.job.tokens:
+                    if now - held.put_ms >= patience:
+                        return None
+                elif held.failed != claimant.worker or now - held.came_ms >= patience:
                     held.attempt += 1
-                    held.claimant = worker
+                    held.claimant = claimant
                     self._said(held)
-                    return Claim(held.job, worker, held.attempt, held.entry)
+                    return Claim(held.job, claimant, held.attempt, held.entry)
         return None
+
+    def _waiting(self, queue: MemoryQueue, streams: Sequence[WorkerId | None]) -> list[MemoryJob]:
+        """The oldest of each stream, in the order in which they are to be claimed."""
+        found: list[MemoryJob] = []
+        for stream in streams:
+            here = (held for held in queue.jobs.values() if held.job.worker == stream and held.claimant is None)
+            found += islice(here, _LOOKED_AT)
+        return sorted(found, key=lambda held: held.job.order)
+
+    def _forsaken(self, queue: MemoryQueue, held: MemoryJob) -> bool:
+        """Nobody waits for the job: its router says nothing (any more)."""
+        old = self._store.now_ms() - held.put_ms >= self._limits.silence_ms
+        return old and bool(held.job.router) and held.job.router not in queue.routers
+
+    def _drop(self, queue: MemoryQueue, held: MemoryJob) -> None:
+        worker = held.claimant.worker if held.claimant is not None else ""
+        error = f"its router said nothing for {self._limits.silence_ms} ms"
+        self._over(queue, held, JobResult(b"", error, worker))
 
     def _said(self, held: MemoryJob) -> None:
         held.said_ms = self._store.now_ms()
@@ -169,6 +270,7 @@ class MemoryPrefillQueue:
         """To the end of its stream."""
         queue.entries += 1
         held.entry = str(queue.entries)
+        held.came_ms = self._store.now_ms()
         queue.jobs.pop(held.job.id, None)
         queue.jobs[held.job.id] = held
         queue.waiters.wake()
@@ -178,16 +280,37 @@ class MemoryPrefillQueue:
         held.claimant = None
         self._append(queue, held)
 
+    def _give_up_claims(self, queue: MemoryQueue, of: Callable[[Claimant], bool], error: str) -> int:
+        found = [held for held in queue.jobs.values() if held.claimant is not None and of(held.claimant)][:_MOST]
+        for held in found:
+            self._give_up(queue, held, error)
+        return len(found)
+
     def _give_up(self, queue: MemoryQueue, held: MemoryJob, error: str) -> None:
+        assert held.claimant is not None
+        held.failed = held.claimant.worker
         if held.attempt < self._limits.attempts:
             self._to_shared(queue, held)
             return
         queue.dead.append(DeadJob(held.job.id, held.job.tokens, held.attempt, error))
         while len(queue.dead) > self._limits.dead_letters:
             queue.dead.popleft()
-        self._finish(queue, held.job.id, JobResult(b"", error))
+        self._over(queue, held, JobResult(b"", error, held.failed))
 
-    def _finish(self, queue: MemoryQueue, job: JobId, result: JobResult) -> None:
-        del queue.jobs[job]
-        queue.results[job] = (result, self._store.now_ms() + self._limits.result_ttl_ms)
+    def _over(
+        self, queue: MemoryQueue, held: MemoryJob, result: JobResult, mark: tuple[str, Claimant] | None = None
+    ) -> None:
+        del queue.jobs[held.job.id]
+        queue.ended[held.job.id] = (mark, self._result_ends())
+        if held.job.router:
+            queue.results.setdefault(held.job.router, []).append(((held.job.id, result), self._result_ends()))
         queue.waiters.wake()
+
+    def _result_ends(self) -> float:
+        return self._store.now_ms() + self._limits.result_ttl_ms
+
+    def _info(self, held: MemoryJob) -> JobInfo:
+        now = self._store.now_ms()
+        job, claimant = held.job, str(held.claimant or "")
+        times = int(now - held.put_ms), int(held.ends - now)
+        return JobInfo(job.id, job.worker, job.tokens, job.order, job.router, *times, held.attempt, claimant)

@@ -12,13 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from vllm_pd.state.base import Epoch, PoolId, RouterWork, TokenizerFiles, WorkerId, WorkerLoad, WorkerRecord
 from vllm_pd.state.block_index import Holder, Position, StreamEntry
-from vllm_pd.state.prefill_queue import DeadJob, JobId, JobResult, PrefillJob
+from vllm_pd.state.prefill_queue import Claimant, DeadJob, JobId, JobResult, PrefillJob
 from vllm_pd.state.roles import WantedRole
 
 _LONGEST_STREAM = 65_536
+
+_Key = TypeVar("_Key")
+_Item = TypeVar("_Item")
 
 
 @dataclass(slots=True)
@@ -95,15 +99,20 @@ class MemoryStream:
 
 @dataclass(slots=True)
 class MemoryJob:
-    """A job of the prefill queue; `ends` is ms of the store's clock."""
+    """A job of the prefill queue; times are ms of the store's clock."""
 
     job: PrefillJob
     entry: str
+    put_ms: float
     ends: float
+    came_ms: float = 0.0
+    """When it came into the stream that it is in."""
     attempt: int = 0
-    claimant: WorkerId | None = None
+    claimant: Claimant | None = None
     said_ms: float = 0.0
     """When its claimant last said something."""
+    failed: WorkerId | None = None
+    """Who tried it last."""
 
 
 class MemoryQueue:
@@ -115,14 +124,29 @@ class MemoryQueue:
 
     def __init__(self, lock: threading.Lock) -> None:
         self.jobs: dict[JobId, MemoryJob] = {}
-        self.results: dict[JobId, tuple[JobResult, float]] = {}
+        self.ended: dict[JobId, tuple[tuple[str, Claimant] | None, float]] = {}
+        """Jobs that are over, with the claim (entry and claimant) that did each, if one did."""
+        self.results: dict[str, list[tuple[tuple[JobId, JobResult], float]]] = {}
+        """What each router has not seen yet."""
+        self.routers: dict[str, float] = {}
+        """Those that live."""
+        self.cancelled: dict[Claimant, list[tuple[JobId, float]]] = {}
+        """What each claimant has not seen yet."""
         self.dead: deque[DeadJob] = deque()
         self.entries = 0
         self.waiters = Waiters(lock)
 
     def drop_ended(self, now: float) -> None:
         self.jobs = {id: job for id, job in self.jobs.items() if job.ends > now}
-        self.results = {id: result for id, result in self.results.items() if result[1] > now}
+        self.ended = {id: end for id, end in self.ended.items() if end[1] > now}
+        self.routers = {router: ends for router, ends in self.routers.items() if ends > now}
+        self.results = _fresh(self.results, now)
+        self.cancelled = _fresh(self.cancelled, now)
+
+
+def _fresh(lists: dict[_Key, list[tuple[_Item, float]]], now: float) -> dict[_Key, list[tuple[_Item, float]]]:
+    kept = {key: [each for each in items if each[1] > now] for key, items in lists.items()}
+    return {key: items for key, items in kept.items() if items}
 
 
 @dataclass(slots=True)

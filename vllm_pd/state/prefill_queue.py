@@ -1,12 +1,14 @@
 """Values and Protocol of the prefill queue: jobs that any prefill worker may take, or that wait for a certain one.
 
 Rules that every implementation keeps:
-- A job is in one stream: that of a worker (affinity) or the shared one. Each stream is in order of arrival and bounded.
-- A claimed job is its worker's for as long as the worker says so in time (`extend`). After that anybody may give it up
-  for the worker (`reclaim`): it goes to the end of the shared stream, or to the dead letters after its last attempt.
-- What a worker says about a claim that is no longer its own changes nothing and is answered with False. So a job has at
-  most one result, however slow a worker was.
-- Jobs, results and dead letters end by themselves.
+- A job is in one stream: that of a worker (affinity) or the shared one. Each stream is bounded. Whoever claims takes
+  the job with the smallest `order` among the oldest of the streams that it looks at.
+- A claimed job is its claimant's for as long as that says so in time (`extend`). After that anybody may give it up for
+  the claimant (`reclaim`): it goes to the shared stream, or to the dead letters after its last attempt.
+- What a claimant says about a claim that is no longer its own changes nothing and is answered with False. So a job has
+  at most one result, however slow a worker was. A restarted worker is another claimant, and an older start of a
+  worker that is registered anew gets no jobs.
+- Jobs, results, dead letters and what routers say end by themselves.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from vllm_pd.errors import QueueFull
-from vllm_pd.state.base import PoolId, WorkerId
+from vllm_pd.state.base import Epoch, PoolId, WorkerId
 
 JobId = NewType("JobId", str)
 """Made by whoever puts the job, unique."""
+
+RESULTS_A_CALL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +33,14 @@ class QueueLimits:
     length: int = 1000
     """Most jobs in a stream, claimed ones included."""
     attempts: int = 3
-    """How many workers may try a job."""
+    """How many times a job may be tried."""
     visibility_ms: int = 10_000
-    """How long a worker may say nothing about a job that it claimed."""
+    """How long a claimant may say nothing about a job."""
+    patience_ms: int = 1000
+    """How long a job waits for somebody better: one that failed, for another worker than the one it failed on. And for
+    how long smaller jobs overtake one that does not fit: after that, nothing that comes after it is claimed."""
+    silence_ms: int = 10_000
+    """A job this old whose router is not announced (any more) is dropped: nobody waits for it."""
     result_ttl_ms: int = 60_000
     dead_letters: int = 1000
     """About how many jobs that nobody could do are kept, for people, and for a day at most."""
@@ -43,10 +52,25 @@ class PrefillJob:
 
     id: JobId
     tokens: int
-    """Prompt tokens to compute, for `depth`."""
+    """Prompt tokens to compute."""
     payload: bytes
     worker: WorkerId | None = None
     """Whose stream it waits in; None for the shared one."""
+    order: int = 0
+    """The smallest is claimed first, among equals the oldest. 64 bits: an engine's `priority`."""
+    router: str = ""
+    """Who waits for the result. Empty: nobody, and nobody needs to be announced for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """One start of a worker."""
+
+    worker: WorkerId
+    epoch: Epoch
+
+    def __str__(self) -> str:
+        return f"{self.worker}@{self.epoch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +79,7 @@ class Claim:
 
     job: PrefillJob
     """Its `worker` says which stream it was in."""
-    claimant: WorkerId
+    claimant: Claimant
     attempt: int
     """1 for the first."""
     entry: str
@@ -68,6 +92,8 @@ class JobResult:
 
     data: bytes
     error: str = ""
+    worker: str = ""
+    """Who did it, or tried it last; empty if nobody did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,51 +116,99 @@ class QueueDepth:
     claimed_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """A job as a person looks at it."""
+
+    id: JobId
+    worker: WorkerId | None
+    """Whose stream it is in; None for the shared one."""
+    tokens: int
+    order: int
+    router: str
+    age_ms: int
+    """Since it was put."""
+    left_ms: int
+    """Until it is dropped, if nothing happens."""
+    attempt: int
+    """How often it was claimed."""
+    claimant: str
+    """Who has it (`worker@epoch`); empty while it waits."""
+
+
 class PrefillQueue(Protocol):
-    """Deadlines and errors as for `Registry`. Where a method takes `worker`, None names the shared stream."""
+    """Deadlines and errors as for `Registry`. Where a method takes `worker` or None, None names the shared stream."""
 
     async def put(self, pool: PoolId, job: PrefillJob, ttl_ms: int) -> bool:
         """Add a job, which is dropped if nobody claimed it within its time to live.
 
-        Returns False, changing nothing, when a job of that id is there or has a result: putting it again after a
-        timeout is safe.
+        Returns False, changing nothing, when a job of that id is there or has ended (also by `cancel`, whichever of the
+        two comes first): putting it again after a timeout is safe.
 
         Raises:
             QueueFull: the stream has `QueueLimits.length` jobs.
         """
 
     async def claim(
-        self, pool: PoolId, worker: WorkerId, *, steal_from: WorkerId | None = None, wait_ms: int = 0
+        self, pool: PoolId, claimant: Claimant, *, fits: int, steal_from: WorkerId | None = None, wait_ms: int = 0
     ) -> Claim | None:
-        """The oldest job of the worker's own stream, else of the shared one, else of the stream of `steal_from`.
+        """The job with the smallest `order` among the oldest 64 waiting ones of the worker's own stream and of the
+        shared one, in that order among equals; if they have none, then of the stream of `steal_from`.
 
-        Waits up to `wait_ms` for one to come to the first two. None when there was none.
+        Args:
+            fits: only a job of at most so many tokens; any, if negative.
+            wait_ms: how long to wait for a job to come to the first two streams, if there is none that fits.
         """
 
     async def extend(self, pool: PoolId, claim: Claim) -> bool:
-        """Say that the job makes progress. False: it is no longer this worker's; stop working on it."""
+        """Say that the job makes progress. False: it is no longer this claimant's; stop working on it."""
 
     async def ack(self, pool: PoolId, claim: Claim, result: bytes) -> bool:
-        """The job is done."""
+        """The job is done. Saying it again is answered alike for as long as the result is kept."""
 
     async def fail(self, pool: PoolId, claim: Claim, error: str) -> bool:
         """The attempt failed: another one, or the dead letters and a result with this error."""
 
+    async def release(self, pool: PoolId, claim: Claim) -> bool:
+        """Give a job back that was not begun: it goes to the shared stream, and no attempt is counted."""
+
     async def cancel(self, pool: PoolId, job: JobId) -> bool:
-        """Forget a job. A worker that has it hears so from its next call. Returns whether it was there."""
+        """Forget a job; it has no result. Its claimant hears so (`cancelled`, and its next call about the claim).
+        Returns whether it was there."""
+
+    async def cancelled(self, pool: PoolId, claimant: Claimant, wait_ms: int = 0) -> Sequence[JobId]:
+        """Jobs that were cancelled in the claimant's hands, each named at least once; 64 at most. Waits up to
+        `wait_ms` for one. For one caller per claimant."""
 
     async def reclaim(self, pool: PoolId, worker: WorkerId | None) -> int:
-        """Give up claims in a stream whose workers said nothing for too long; returns how many (64 a call at most)."""
+        """Give up claims in a stream about which nothing was said for too long; returns how many, 64 a call at most."""
+
+    async def takeover(self, pool: PoolId, worker: WorkerId, epoch: Epoch) -> int:
+        """At a worker's start: what its earlier starts have claimed, in any stream, is given up. What waits for it
+        stays. Returns how many jobs (64 a call at most)."""
 
     async def rehome(self, pool: PoolId, worker: WorkerId) -> int:
-        """For a worker that is gone: what waits in its stream goes to the shared one, and what it had claimed of
-        that is given up. Returns how many jobs (64 a call at most)."""
+        """For a worker that is gone: what waits in its stream goes to the shared one, and what it has claimed, in any
+        stream, is given up. Returns how many jobs (64 of each kind a call at most)."""
+
+    async def announce_router(self, pool: PoolId, router: str, ttl_ms: int) -> None:
+        """A router says that it lives and waits for its jobs' results."""
+
+    async def results(self, pool: PoolId, router: str, wait_ms: int = 0) -> Sequence[tuple[JobId, JobResult]]:
+        """What ended of a router's jobs, each named at least once (again after an error); 64 at most. Waits up to
+        `wait_ms` for one. For one caller per router."""
 
     async def depth(self, pool: PoolId, workers: Sequence[WorkerId]) -> Mapping[WorkerId | None, QueueDepth]:
         """The shared stream (None) and those of the workers."""
 
-    async def wait_done(self, pool: PoolId, job: JobId, wait_ms: int) -> JobResult | None:
-        """The job's result, waiting up to `wait_ms` for it. It stays until its time to live is over."""
+    async def streams(self, pool: PoolId) -> Sequence[WorkerId]:
+        """The workers in whose streams there is something, or that have claimed something, sorted."""
+
+    async def jobs(self, pool: PoolId, limit: int = 100) -> Sequence[JobInfo]:
+        """The oldest jobs of each stream, at most `limit` over all; the shared stream first."""
+
+    async def peek(self, pool: PoolId, job: JobId) -> tuple[JobInfo, bytes] | None:
+        """A job and its payload; None when it has ended or never was."""
 
     async def dead(self, pool: PoolId, limit: int = 100) -> Sequence[DeadJob]:
         """The newest dead letters, newest first."""

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vllm_pd.state import queue_scripts as scripts
-from vllm_pd.state.base import PoolId, WorkerId
+from vllm_pd.state import queue_views
+from vllm_pd.state.base import Epoch, PoolId, WorkerId
 from vllm_pd.state.keys import Keys
 from vllm_pd.state.prefill_queue import (
+    RESULTS_A_CALL,
     Claim,
+    Claimant,
     DeadJob,
     JobId,
+    JobInfo,
     JobResult,
     PrefillJob,
     QueueDepth,
     QueueLimits,
     full_queue,
 )
-from vllm_pd.state.redis_calls import RedisCalls
+from vllm_pd.state.redis_calls import RedisCalls, Script
 
 _MOST = 64
 _LONGEST_WAIT_MS = 30_000
+_LEAST_ORDER = -(1 << 63)
 
 
 class RedisPrefillQueue:
@@ -42,6 +48,9 @@ class RedisPrefillQueue:
         self._limits = limits or QueueLimits()
         self._calls = RedisCalls(url, timeout_s=timeout_s, longest_s=timeout_s + _LONGEST_WAIT_MS / 1000)
         self._client = self._calls.client
+        self._common: dict[PoolId, tuple[object, ...]] = {}
+        self._taken: dict[str, list[bytes]] = {}
+        """Entries of a stream that only this process reads, which were handed out and can go."""
 
     @property
     def malformed_total(self) -> int:
@@ -50,87 +59,100 @@ class RedisPrefillQueue:
 
     async def put(self, pool: PoolId, job: PrefillJob, ttl_ms: int) -> bool:
         keys = (self._keys.prefill(pool, job.worker), self._keys.job(pool, job.id), self._keys.done(pool, job.id))
-        args = (job.id, job.tokens, job.payload, ttl_ms, self._limits.length, self._keys.job(pool, ""))
-        async with self._calls.answer():
-            answer: bytes = await scripts.PUT.run(self._client, keys, args)
+        args = (job.id, job.tokens, _order_text(job.order), job.router, job.payload, ttl_ms, self._limits.length)
+        answer = await self._run(scripts.PUT, pool, keys, *args)
         if answer == b"full":
             raise full_queue(job, self._limits)
-        return answer == b"put"
+        return bool(answer == b"put")
 
     async def claim(
-        self, pool: PoolId, worker: WorkerId, *, steal_from: WorkerId | None = None, wait_ms: int = 0
+        self, pool: PoolId, claimant: Claimant, *, fits: int, steal_from: WorkerId | None = None, wait_ms: int = 0
     ) -> Claim | None:
-        streams: list[WorkerId | None] = [worker, None]
+        streams: list[WorkerId | None] = [claimant.worker, None]
         if steal_from is not None:
             streams.append(steal_from)
         keys = [self._keys.prefill(pool, stream) for stream in streams]
-        args = (self._keys.job(pool, ""), worker, self._limits.visibility_ms)
+        args = (str(claimant), claimant.worker, claimant.epoch, fits, self._keys.worker(pool, claimant.worker))
         deadline = time.monotonic() + min(wait_ms, _LONGEST_WAIT_MS) / 1000
         while True:
-            async with self._calls.answer():
-                number, *found = await scripts.CLAIM.run(self._client, keys, args)
+            number, *found = await self._run(scripts.CLAIM, pool, keys, *args)
             if number:
-                entry, name, tokens, attempt, payload = found
-                job = PrefillJob(JobId(name.decode()), int(tokens), payload, streams[number - 1])
-                return Claim(job, worker, attempt, entry.decode())
+                entry, name, tokens, order, router, attempt, payload = found
+                stream = streams[number - 1]
+                job = PrefillJob(JobId(name.decode()), int(tokens), payload, stream, _order(order), router.decode())
+                return Claim(job, claimant, attempt, entry.decode())
             left_ms = int((deadline - time.monotonic()) * 1000)
             if left_ms <= 0:
                 return None
-            seen = dict(zip(keys[:2], found[:2], strict=True))
-            async with self._calls.answer(self._calls.timeout_s + left_ms / 1000):
-                # Only to be woken: whoever of those that wake is first gets the job.
-                await self._client.xread(seen, count=1, block=left_ms)
+            # Only to be woken: whoever of those that wake is first gets the job.
+            await self._read(dict(zip(keys[:2], found, strict=True)), 1, left_ms)
 
     async def extend(self, pool: PoolId, claim: Claim) -> bool:
-        args = (claim.entry, claim.claimant, self._limits.visibility_ms)
-        async with self._calls.answer():
-            return bool(await scripts.EXTEND.run(self._client, self._claim_keys(pool, claim), args))
+        return bool(await self._run_claim(scripts.EXTEND, pool, claim))
 
     async def ack(self, pool: PoolId, claim: Claim, result: bytes) -> bool:
-        keys = (*self._claim_keys(pool, claim), self._keys.done(pool, claim.job.id))
-        args = (claim.entry, claim.claimant, result, self._limits.result_ttl_ms)
-        async with self._calls.answer():
-            return bool(await scripts.ACK.run(self._client, keys, args))
+        return bool(await self._run_claim(scripts.ACK, pool, claim, self._keys.done(pool, claim.job.id), result))
 
     async def fail(self, pool: PoolId, claim: Claim, error: str) -> bool:
-        keys = (*self._claim_keys(pool, claim), self._keys.prefill(pool, None), self._keys.dead_jobs(pool))
-        args = (*self._give_up(pool), claim.entry, claim.claimant, error)
-        async with self._calls.answer():
-            return bool(await scripts.FAIL.run(self._client, keys, args))
+        return bool(await self._run_claim(scripts.FAIL, pool, claim, error))
+
+    async def release(self, pool: PoolId, claim: Claim) -> bool:
+        return bool(await self._run_claim(scripts.RELEASE, pool, claim))
 
     async def cancel(self, pool: PoolId, job: JobId) -> bool:
-        async with self._calls.answer():
-            return bool(await scripts.CANCEL.run(self._client, (self._keys.job(pool, job),), ()))
+        keys = (self._keys.job(pool, job), self._keys.done(pool, job))
+        return bool(await self._run(scripts.CANCEL, pool, keys, job))
+
+    async def cancelled(self, pool: PoolId, claimant: Claimant, wait_ms: int = 0) -> Sequence[JobId]:
+        found = await self._take(self._keys.cancelled(pool, str(claimant)), wait_ms)
+        return [JobId(fields[b"job"].decode()) for fields in found if b"job" in fields]
 
     async def reclaim(self, pool: PoolId, worker: WorkerId | None) -> int:
-        keys = (self._keys.prefill(pool, worker), self._keys.prefill(pool, None), self._keys.dead_jobs(pool))
-        async with self._calls.answer():
-            args = (*self._give_up(pool), self._limits.visibility_ms, _MOST)
-            return int(await scripts.RECLAIM.run(self._client, keys, args))
+        return int(await self._run(scripts.RECLAIM, pool, (self._keys.prefill(pool, worker),), _MOST))
+
+    async def takeover(self, pool: PoolId, worker: WorkerId, epoch: Epoch) -> int:
+        return int(await self._run(scripts.TAKEOVER, pool, (self._keys.claims(pool, worker),), worker, epoch, _MOST))
 
     async def rehome(self, pool: PoolId, worker: WorkerId) -> int:
-        keys = (self._keys.prefill(pool, worker), self._keys.prefill(pool, None), self._keys.dead_jobs(pool))
+        return int(await self._run(scripts.REHOME, pool, (self._keys.prefill(pool, worker),), worker, _MOST))
+
+    async def announce_router(self, pool: PoolId, router: str, ttl_ms: int) -> None:
         async with self._calls.answer():
-            return int(await scripts.REHOME.run(self._client, keys, (*self._give_up(pool), worker, _MOST)))
+            await self._client.set(self._keys.router(pool, router), b"1", px=ttl_ms)
+
+    async def results(self, pool: PoolId, router: str, wait_ms: int = 0) -> Sequence[tuple[JobId, JobResult]]:
+        out, bad = [], []
+        key = self._keys.results(pool, router)
+        for fields in await self._take(key, wait_ms):
+            try:
+                name, worker = JobId(fields[b"job"].decode()), fields[b"worker"].decode()
+                kind, data = fields[b"kind"], fields[b"data"]
+            except (KeyError, ValueError):
+                bad.append(key)
+                continue
+            error = "" if kind == b"d" else data.decode(errors="replace")
+            out.append((name, JobResult(data if kind == b"d" else b"", error, worker)))
+        self._calls.report(bad)
+        return out
 
     async def depth(self, pool: PoolId, workers: Sequence[WorkerId]) -> Mapping[WorkerId | None, QueueDepth]:
         streams: list[WorkerId | None] = [None, *workers]
         keys = [self._keys.prefill(pool, stream) for stream in streams]
         async with self._calls.answer():
-            counts = await scripts.DEPTH.run(self._client, keys, (self._keys.job(pool, ""),))
+            counts = await queue_views.DEPTH.run(self._client, keys, (self._keys.job(pool, ""),))
         return {stream: QueueDepth(*count) for stream, count in zip(streams, counts, strict=True)}
 
-    async def wait_done(self, pool: PoolId, job: JobId, wait_ms: int) -> JobResult | None:
-        key = self._keys.done(pool, job)
-        wait_s = min(wait_ms, _LONGEST_WAIT_MS) / 1000
-        async with self._calls.answer(self._calls.timeout_s + wait_s):
-            found: bytes | None = await self._client.lindex(key, 0)
-            if found is None and wait_s > 0:
-                # Moved onto itself: a result that got lost on the way can be asked for again.
-                found = await self._client.blmove(key, key, wait_s, "LEFT", "LEFT")
-        if not found:
-            return None
-        return JobResult(found[1:]) if found[:1] == b"d" else JobResult(b"", found[1:].decode(errors="replace"))
+    async def streams(self, pool: PoolId) -> Sequence[WorkerId]:
+        found = await self._run(queue_views.STREAMS, pool, (self._keys.owners(pool),))
+        return sorted(WorkerId(worker.decode()) for worker in found)
+
+    async def jobs(self, pool: PoolId, limit: int = 100) -> Sequence[JobInfo]:
+        keys = [self._keys.prefill(pool, stream) for stream in (None, *await self.streams(pool))]
+        return [_info(found) for found in await self._run(queue_views.JOBS, pool, keys, limit)]
+
+    async def peek(self, pool: PoolId, job: JobId) -> tuple[JobInfo, bytes] | None:
+        found = await self._run(queue_views.PEEK, pool, (self._keys.job(pool, job),))
+        return (_info(found[0]), found[1]) if found else None
 
     async def dead(self, pool: PoolId, limit: int = 100) -> Sequence[DeadJob]:
         key = self._keys.dead_jobs(pool)
@@ -150,12 +172,66 @@ class RedisPrefillQueue:
     async def close(self) -> None:
         await self._calls.close()
 
-    def _claim_keys(self, pool: PoolId, claim: Claim) -> tuple[str, str]:
-        return self._keys.prefill(pool, claim.job.worker), self._keys.job(pool, claim.job.id)
+    async def _run(self, script: Script, pool: PoolId, keys: Sequence[str], *args: object) -> Any:
+        common = self._common.get(pool)
+        if common is None:
+            common = self._common[pool] = self._common_args(pool)
+        async with self._calls.answer():
+            return await script.run(self._client, keys, (*common, *args))
 
-    def _give_up(self, pool: PoolId) -> tuple[object, ...]:
-        """The arguments of every script that may give a job up."""
-        names = (self._keys.job(pool, ""), self._keys.done(pool, ""))
-        streams = (self._keys.prefill(pool, None), self._keys.dead_jobs(pool))
-        limits = self._limits
-        return (*names, *streams, limits.attempts, limits.result_ttl_ms, limits.dead_letters)
+    async def _run_claim(self, script: Script, pool: PoolId, claim: Claim, *args: object) -> Any:
+        keys = (self._keys.prefill(pool, claim.job.worker), self._keys.job(pool, claim.job.id))
+        return await self._run(script, pool, keys, claim.entry, str(claim.claimant), claim.claimant.worker, *args)
+
+    async def _take(self, key: str, wait_ms: int) -> list[dict[bytes, bytes]]:
+        """What came to a stream that nobody else reads. It is deleted by the next call: if the answer gets lost, it is
+        there again."""
+        taken = self._taken.get(key)
+        if taken:
+            async with self._calls.answer():
+                await self._client.xdel(key, *taken)
+            del self._taken[key]
+        read = await self._read({key: "0-0"}, RESULTS_A_CALL, min(wait_ms, _LONGEST_WAIT_MS))
+        entries = read[0][1] if read else []
+        if entries:
+            self._taken[key] = [entry for entry, _ in entries]
+        return [fields for _, fields in entries]
+
+    async def _read(self, after: Mapping[str, bytes | str], count: int, wait_ms: int) -> Any:
+        async with self._calls.answer(self._calls.timeout_s + wait_ms / 1000):
+            return await self._client.xread(dict(after), count=count, block=wait_ms or None)
+
+    def _common_args(self, pool: PoolId) -> tuple[object, ...]:
+        """What every script begins with."""
+        keys, limits = self._keys, self._limits
+        prefixes = (keys.job, keys.done, keys.results, keys.router, keys.claims, keys.cancelled)
+        names = (keys.prefill(pool, None), keys.owners(pool), keys.dead_jobs(pool))
+        times = (limits.attempts, limits.visibility_ms, limits.patience_ms, limits.silence_ms)
+        args = (*(name(pool, "") for name in prefixes), *names, *times, limits.result_ttl_ms, limits.dead_letters)
+        assert len(args) == scripts.COMMON_ARGS
+        return args
+
+
+def _order_text(order: int) -> str:
+    """As text that sorts as the numbers do: Lua's numbers have 53 bits."""
+    return f"{order - _LEAST_ORDER:020d}"
+
+
+def _order(text: bytes) -> int:
+    return int(text) + _LEAST_ORDER
+
+
+def _info(found: Sequence[Any]) -> JobInfo:
+    name, stream, tokens, order, router, age_ms, left_ms, attempt, claimant = found
+    worker = WorkerId(stream.decode()) if stream else None
+    return JobInfo(
+        JobId(name.decode()),
+        worker,
+        int(tokens),
+        _order(order),
+        router.decode(),
+        age_ms,
+        left_ms,
+        attempt,
+        claimant.decode(),
+    )
