@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from vllm_pd.router.attempt import Attempt
+from vllm_pd.router.continuable import read_body, wants_ids, why_not
 from vllm_pd.router.decision import PromptKind
 from vllm_pd.router.demand import BadOverride, Demand, DemandReader
 from vllm_pd.router.directory import Directory
@@ -16,6 +17,7 @@ from vllm_pd.router.prompt_reading import PromptReader
 from vllm_pd.router.replies import send_error
 from vllm_pd.router.request_fields import read_fields, read_model
 from vllm_pd.router.settings import RouterSettings
+from vllm_pd.router.token_tail import TokenTail
 from vllm_pd.router.transport import BodyError, ClientReply, ClientRequest, Headers
 from vllm_pd.router.worker import Worker
 from vllm_pd.state.base import PoolId, WorkerId
@@ -33,6 +35,17 @@ class Endpoint:
 
 CHAT = Endpoint("/v1/chat/completions", PromptKind.CHAT)
 COMPLETION = Endpoint("/v1/completions", PromptKind.COMPLETION)
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A stream that its worker broke off. It stands open."""
+
+    worker: Worker
+    problem: str
+    """In one sentence."""
+    at: float
+    """When it was noticed, `time.monotonic()`."""
 
 
 @dataclass(slots=True)
@@ -66,6 +79,13 @@ class Call:
     """Not to be asked again for this request."""
     reconnected: set[WorkerId] = field(default_factory=set)
     """Lost the connection once."""
+    tail: TokenTail | None = None
+    """What is kept of a stream that another worker could continue."""
+    why_no_tail: str = ""
+    """Which property of the request forbids that."""
+    continues: int = 0
+    """The how manieth continuation of a client's stream it is."""
+    broken: Broken | None = None
 
     @property
     def id(self) -> str:
@@ -128,7 +148,13 @@ class CallReader:
             await send_error(reply, 400, str(e))
             return None
         await self._prompts.read(demand, len(body), workers)
-        return Call(request, reply, body, workers, demand, None if own_id or in_body else name, started, ready)
+        call = Call(request, reply, body, workers, demand, None if own_id or in_body else name, started, ready)
+        if self._settings.continue_streams and endpoint.kind is not None and fields is not None and fields.stream:
+            members = read_body(body)
+            call.why_no_tail = why_not(members, endpoint.kind)
+            if members is not None and not call.why_no_tail:
+                call.tail = TokenTail(chat=endpoint.kind is PromptKind.CHAT, shows_ids=wants_ids(members))
+        return call
 
 
 def nothing_decodes(directory: Directory, model: str | None) -> str:

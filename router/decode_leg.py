@@ -3,7 +3,7 @@
 - It fails before the first byte of its answer's body: another worker gets the request, a few times at most (vLLM sends
   the head of a stream before it computes anything, so the head is held back until then). Transfer parameters go along
   only if the first worker cannot have used them: a hand-off is read once.
-- It fails later: the client's stream ends with an error event, or is cut where no event can be sent.
+- It fails later: that is for `continuation`; the answer is cut where it is no stream of events.
 Every retry chooses again, without the workers that failed.
 """
 
@@ -174,8 +174,9 @@ class DecodeLeg:
     def _note_first(self, attempt: Attempt, answer: UpstreamResponse, call: Call) -> None:
         """The first byte of an answer that the client gets."""
         now = time.monotonic()
-        ttft = self._metrics.ttft_split if attempt.remote else self._metrics.ttft_whole
-        ttft.observe(now - call.started)
+        if not call.continues:
+            ttft = self._metrics.ttft_split if attempt.remote else self._metrics.ttft_whole
+            ttft.observe(now - call.started)
         if answer.status != HTTPStatus.OK:
             return
         attempt.first_byte()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from vllm_pd.router.attempt import Attempt, Placed
 from vllm_pd.router.call import Call
+from vllm_pd.router.continuable import asking_ids
 from vllm_pd.router.decision import Reason
 from vllm_pd.router.headers import to_worker
-from vllm_pd.router.legs import PRIORITY_HEADER, decode_body, own_priority, prioritised_body
+from vllm_pd.router.legs import PRIORITY_HEADER, combined_priority, decode_body, own_priority, prioritised_body
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import Headers, header
 
@@ -30,9 +33,22 @@ def leg_headers(settings: RouterSettings, call: Call, placed: Placed, request_id
 def decode_request(settings: RouterSettings, attempt: Attempt, call: Call) -> tuple[bytes, Headers]:
     """Body and headers of the decode leg, or of a whole request."""
     headers = leg_headers(settings, call, attempt.placed, call.request_id)
+    body = call.body
+    if call.tail is not None:
+        # What is compressed cannot be read on its way.
+        headers = [pair for pair in headers if pair[0].lower() != "accept-encoding"]
+        body = asking_ids(body)
     if attempt.remote and call.params is not None:
-        return decode_body(call.body, call.params), headers
-    return with_turn(call.body, headers, attempt, call)
+        return decode_body(body, call.params), headers
+    return with_turn(body, headers, attempt, call)
+
+
+def order_of(headers: Headers, attempt: Attempt, call: Call) -> int:
+    """Where the prompt stands in a queue, the smallest first: the very number that `with_turn` tells the engine."""
+    fields = call.demand.fields
+    own = own_priority(fields.priority, header(headers, PRIORITY_HEADER)) if fields is not None else 0
+    turn = attempt.turn if attempt.turn is not None else round(time.time() * 1000)
+    return combined_priority(own, turn) or turn
 
 
 def with_turn(body: bytes, headers: Headers, attempt: Attempt, call: Call) -> tuple[bytes, Headers]:

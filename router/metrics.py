@@ -92,6 +92,19 @@ class RouterMetrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.broken_streams = Counter(
+            f"{_PREFIX}_broken_streams_total",
+            "Streams that a worker broke off: continued by another, completed, failed to be, or ended with an error "
+            "event and why.",
+            ["outcome", "why"],
+            registry=self.registry,
+        )
+        self.continuation_seconds = Histogram(
+            f"{_PREFIX}_continuation_seconds",
+            "From noticing that a stream broke off to its next event, by another worker.",
+            _SECONDS,
+            self.registry,
+        ).labels()
         self._request_seconds = Histogram(
             f"{_PREFIX}_request_seconds",
             "From the request's head to the end of its answer.",

@@ -1,8 +1,9 @@
 """One inference request from the client's bytes to the worker's answer.
 
 The choices are made by `placement`; here is their order. A prefill leg that fails in any way: the request goes whole to
-a decode worker, whose answer then counts. What happens when a decode worker fails is in `decode_leg`. A client that
-leaves cancels this task, which closes the connection to the worker at once.
+a decode worker, whose answer then counts. What happens when a decode worker fails is in `decode_leg`, and what when it
+fails in mid-stream in `continuation`. A client that leaves cancels this task, which closes the connection to the
+worker at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 
 from vllm_pd.router.attempt import Placed
 from vllm_pd.router.call import Call, CallReader, Endpoint, nothing_decodes
+from vllm_pd.router.continuation import Continuation
 from vllm_pd.router.decode_leg import DecodeLeg
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.explanation import DECISION_HEADER, decision_header
@@ -36,6 +38,7 @@ class Proxy:
         placer: Placer,
         dispatch: PrefillDispatch,
         decode: DecodeLeg,
+        continuation: Continuation,
         metrics: RouterMetrics,
     ) -> None:
         self._directory = directory
@@ -43,6 +46,7 @@ class Proxy:
         self._placer = placer
         self._dispatch = dispatch
         self._decode = decode
+        self._continuation = continuation
         self._metrics = metrics
 
     async def serve(self, endpoint: Endpoint, request: ClientRequest, reply: ClientReply) -> None:
@@ -50,10 +54,15 @@ class Proxy:
         call = await self._calls.read(endpoint, request, reply)
         if call is None:
             return
-        placement = self._placer.place(call.demand, call.workers, split=True)
+        await self._answer(call)
+        if call.broken is not None:
+            await self._continuation.run(call, self._answer)
+
+    async def _answer(self, call: Call) -> None:
+        placement = self._placer.place(call.demand, call.workers, split=True, exclude=call.tried)
         if placement is None:
             # They have changed their roles while the prompt was read.
-            await send_error(reply, 503, nothing_decodes(self._directory, call.demand.model))
+            await send_error(call.reply, 503, nothing_decodes(self._directory, call.demand.model))
             return
         try:
             self._planned(call, placement)

@@ -1,17 +1,21 @@
-"""Passes a worker's answer on to the client as it comes."""
+"""Passes a worker's answer on to the client as it comes.
+
+A stream of events that breaks off is left open, and `call.broken` says why: `continuation` goes on with it, or ends it.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
+import time
 
 from vllm_pd.router.attempt import Attempt
-from vllm_pd.router.call import Call
+from vllm_pd.router.call import Broken, Call
 from vllm_pd.router.headers import to_client
 from vllm_pd.router.metrics import RouterMetrics
-from vllm_pd.router.replies import sse_error
 from vllm_pd.router.settings import RouterSettings
-from vllm_pd.router.transport import ClientReply, Headers, StreamLost, UpstreamResponse, header
+from vllm_pd.router.token_tail import TokenTail
+from vllm_pd.router.transport import Headers, StreamLost, UpstreamResponse, header
 
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
 
@@ -26,16 +30,26 @@ class Relay:
         self._metrics = metrics
 
     async def pass_on(self, attempt: Attempt, answer: UpstreamResponse, first: bytes, call: Call) -> int:
-        """Pass the answer on as it comes; `first` is the beginning of its body. Never raises UpstreamError.
+        """Pass the answer on as it comes; `first` is the beginning of its body.
 
         Returns about how many tokens it had, where they came one by one, else 0.
+
+        Raises:
+            StreamLost: it broke off before the client was sent anything of it, so another may be asked.
         """
-        reply, idle = call.reply, self._settings.idle_timeout
         headers = to_client(answer.headers) + call.extra
         if header(headers, "content-length") == str(len(first)):
             self._note_usage(attempt, first)
-            await reply.send(answer.status, headers, first)
+            await call.reply.send(answer.status, headers, first)
             return 0
+        if call.tail is not None and _is_event_stream(headers):
+            return await self._pass_events(attempt, answer, first, call, call.tail, headers)
+        return await self._pass_bytes(attempt, answer, first, call, headers)
+
+    async def _pass_bytes(
+        self, attempt: Attempt, answer: UpstreamResponse, first: bytes, call: Call, headers: Headers
+    ) -> int:
+        reply, idle = call.reply, self._settings.idle_timeout
         await reply.start(answer.status, headers)
         chunk, events = first, 0
         while chunk:
@@ -46,10 +60,51 @@ class Relay:
             try:
                 chunk = await answer.next_chunk(idle)
             except StreamLost as e:
-                await self._end_broken(headers, reply, f"Worker {attempt.worker.id} broke off its answer: {e}.")
+                if _is_event_stream(headers):
+                    _note_break(attempt, call, e)
+                else:
+                    _log.warning("%s lost its answer of worker %s: %s", call.id, attempt.worker.id, e)
+                    reply.abort()
                 return events
         await reply.finish()
         return events if not call.demand.silent else 0
+
+    async def _pass_events(
+        self,
+        attempt: Attempt,
+        answer: UpstreamResponse,
+        first: bytes,
+        call: Call,
+        tail: TokenTail,
+        headers: Headers,
+    ) -> int:
+        """The same for a stream whose token ids are kept, so that another worker could continue it."""
+        reply, idle = call.reply, self._settings.idle_timeout
+        chunk, events, started = first, 0, False
+        try:
+            while chunk:
+                events += chunk.count(b"\n\n")
+                if b'"cached_tokens"' in chunk:
+                    self._note_usage(attempt, chunk)
+                data = tail.feed(chunk)
+                if data:
+                    if not started:
+                        started = True
+                        await reply.start(answer.status, headers)
+                    await reply.write(data)
+                if tail.failure:
+                    raise StreamLost(tail.failure)
+                chunk = await answer.next_chunk(idle)
+            if not tail.done and not tail.off:
+                raise StreamLost("it closed the connection")
+        except StreamLost as e:
+            if not started:
+                tail.restart()
+                raise
+            _note_break(attempt, call, e)
+            return events
+        await reply.finish()
+        return events
 
     def _note_usage(self, attempt: Attempt, chunk: bytes) -> None:
         """Compare what the answer says of cached tokens with what was predicted."""
@@ -60,11 +115,14 @@ class Relay:
         if found is not None:
             self._metrics.cached(placed.predicted_cached, int(found[1]), placed.ask.block_size)
 
-    async def _end_broken(self, headers: Headers, reply: ClientReply, problem: str) -> None:
-        _log.warning("%s", problem)
-        plain = header(headers, "content-encoding") is None and header(headers, "content-length") is None
-        if plain and (header(headers, "content-type") or "").startswith("text/event-stream"):
-            await reply.write(sse_error(502, problem))
-            await reply.finish()
-        else:
-            reply.abort()
+
+def _note_break(attempt: Attempt, call: Call, error: StreamLost) -> None:
+    problem = f"Worker {attempt.worker.id} broke off its answer: {error}."
+    _log.warning("%s: %s", call.id, problem)
+    call.broken = Broken(attempt.worker, problem, time.monotonic())
+
+
+def _is_event_stream(headers: Headers) -> bool:
+    """Whether events can be read from the body, and added to it."""
+    plain = header(headers, "content-encoding") is None and header(headers, "content-length") is None
+    return plain and (header(headers, "content-type") or "").startswith("text/event-stream")

@@ -17,6 +17,7 @@ from vllm_pd.router.aiohttp_client import AiohttpUpstream, tls_context
 from vllm_pd.router.aiohttp_server import AiohttpServer
 from vllm_pd.router.announcements import Announcements
 from vllm_pd.router.call import CallReader
+from vllm_pd.router.continuation import Continuation
 from vllm_pd.router.decode_leg import DecodeLeg
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.endpoints import Endpoints
@@ -34,6 +35,7 @@ from vllm_pd.router.proxy import Proxy
 from vllm_pd.router.readiness import Readiness
 from vllm_pd.router.relay import Relay
 from vllm_pd.router.repeat import repeat
+from vllm_pd.router.retry_budget import RetryBudget
 from vllm_pd.router.self_check import SelfCheck
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.static_probe import StaticProbe
@@ -49,6 +51,7 @@ from vllm_pd.state.open_registry import open_block_index, open_registry
 STORE_INTERVAL_S = 0.5
 STORE_TIMEOUT_S = 1.0
 PROBE_FACTOR = 4
+RETRY_RATIO, RETRY_FLOOR = 0.2, 60.0
 CHECK_INTERVAL_S = 0.5
 CLOSE_DEADLINE_S = 5.0
 
@@ -132,7 +135,9 @@ class RouterService:
         relay = Relay(settings, self.metrics)
         decode = DecodeLeg(settings, self.directory, upstream, placer, relay, self.metrics)
         dispatch = DirectPrefill(settings, self.directory, upstream, placer)
-        proxy = Proxy(self.directory, calls, placer, dispatch, decode, self.metrics)
+        budget = RetryBudget(RETRY_RATIO, RETRY_FLOOR, self._clock)
+        continuation = Continuation(settings, self.directory, upstream, self._prompts, budget, self.metrics)
+        proxy = Proxy(self.directory, calls, placer, dispatch, decode, continuation, self.metrics)
         readiness = Readiness(
             self.directory,
             None if settings.serve_before_index else self.watch,
