@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from vllm_pd.state.redis_calls import RedisCalls, Script
 
 _MOST = 64
 _LONGEST_WAIT_MS = 30_000
+_AT_ONCE = 16
 _LEAST_ORDER = -(1 << 63)
 
 
@@ -48,6 +50,8 @@ class RedisPrefillQueue:
         self._limits = limits or QueueLimits()
         self._calls = RedisCalls(url, timeout_s=timeout_s, longest_s=timeout_s + _LONGEST_WAIT_MS / 1000)
         self._client = self._calls.client
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        """A burst of calls shares connections: to open one takes as long as many calls, and they are limited."""
         self._common: dict[PoolId, tuple[object, ...]] = {}
         self._taken: dict[str, list[bytes]] = {}
         """Entries of a stream that only this process reads, which were handed out and can go."""
@@ -176,7 +180,7 @@ class RedisPrefillQueue:
         common = self._common.get(pool)
         if common is None:
             common = self._common[pool] = self._common_args(pool)
-        async with self._calls.answer():
+        async with self._calls.answer(), self._room:
             return await script.run(self._client, keys, (*common, *args))
 
     async def _run_claim(self, script: Script, pool: PoolId, claim: Claim, *args: object) -> Any:

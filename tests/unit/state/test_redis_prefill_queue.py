@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -103,6 +104,18 @@ async def test_results_whose_answer_got_lost_are_there_again(queue: RedisPrefill
     assert await restarted.results(POOL_ID, ROUTER) == first
     assert len(first) == 2
     await restarted.close()
+
+
+async def test_a_burst_shares_connections(store: EmbeddedStore, client: redis.Redis) -> None:
+    queue = RedisPrefillQueue(store.url, "test", timeout_s=20.0)
+    await asyncio.gather(*(put(queue, waited_for(f"job{n}")) for n in range(300)))
+    assert len(client.client_list()) < 30
+    claimed = await asyncio.gather(*(claim(queue, A) for _ in range(300)))
+    assert len({each.job.id for each in claimed}) == 300
+    await asyncio.gather(*(queue.ack(POOL_ID, each, b"x") for each in claimed))
+    found = [await queue.results(POOL_ID, ROUTER, 5000) for _ in range(5)]
+    assert {name for names in found for name, _ in names} == {each.job.id for each in claimed}
+    await queue.close()
 
 
 async def test_a_silent_store_ends_every_call(store: EmbeddedStore) -> None:
