@@ -40,10 +40,13 @@ class Start(NamedTuple):
 class _Entry:
     """What is known of a prompt up to the end of a piece."""
 
-    __slots__ = ("id", "keys", "last", "rest", "tokens")
+    __slots__ = ("id", "keys", "last", "piece", "rest", "tokens")
 
-    def __init__(self, id: int, tokens: int, last: BlockHash | None, rest: TokenIds, keys: list[BlockKey]) -> None:
+    def __init__(
+        self, id: int, piece: str, tokens: int, last: BlockHash | None, rest: TokenIds, keys: list[BlockKey]
+    ) -> None:
         self.id = id
+        self.piece = piece
         self.tokens = tokens
         self.last = last
         self.rest = rest
@@ -51,8 +54,14 @@ class _Entry:
         """Of the blocks that end in this piece."""
 
 
-_EntryKey = tuple[Start | int, str]
-"""The entry before it, or the start, and the piece."""
+_EntryKey = tuple[Start | int, int, str]
+"""The entry before it, or the start; the length of the piece, and its end. Comparing a long text with the one that is
+kept takes a tenth of hashing it, so the whole of it is not part of the key; of two pieces with one key the newer stays."""
+_END_CHARS = 24
+
+
+def _key(before: Start | int, piece: str) -> _EntryKey:
+    return before, len(piece), piece[-_END_CHARS:]
 
 
 class Walk:
@@ -88,9 +97,9 @@ class HashChain:
         with self._lock:
             get = self._entries.get
             for piece in pieces:
-                key = (before, piece)
+                key = before, len(piece), piece[-_END_CHARS:]  # `_key`, without a call for each piece
                 found = get(key)
-                if found is None:
+                if found is None or found.piece != piece:
                     break
                 entry = found
                 before = found.id
@@ -115,18 +124,19 @@ class HashChain:
             keys += known.keys
         new: list[tuple[_EntryKey, _Entry]] = []
         for index in range(walk.pieces, len(pieces)):
-            key = (start if entry is None else entry.id, pieces[index])
-            entry = self._next(start, entry, ids_of(index))
+            piece = pieces[index]
+            key = _key(start if entry is None else entry.id, piece)
+            entry = self._next(start, entry, piece, ids_of(index))
             keys += entry.keys
             # What is short, as the beginning of an answer, is hashed sooner than kept.
-            if len(pieces[index]) > SHORT_PIECE or index + 1 < len(pieces):
+            if len(piece) > SHORT_PIECE or index + 1 < len(pieces):
                 new.append((key, entry))
         if new:
             with self._lock:
                 for key, made in new:
-                    self._entries.put(key, made, _size(key[1], made))
+                    self._entries.put(key, made, _size(made))
         if after or entry is None:
-            entry = self._next(start, entry, after)
+            entry = self._next(start, entry, "", after)
             keys += entry.keys
         return entry.tokens, keys
 
@@ -135,7 +145,7 @@ class HashChain:
         """What is kept, about."""
         return self._entries.size
 
-    def _next(self, start: Start, before: _Entry | None, ids: TokenIds) -> _Entry:
+    def _next(self, start: Start, before: _Entry | None, piece: str, ids: TokenIds) -> _Entry:
         """The entry of a piece with the tokens `ids`."""
         if before is None:
             front = TokenIds("I", start.before)
@@ -145,6 +155,7 @@ class HashChain:
         chain = self._hasher.chain(pending, start.extra, parent=last)
         return _Entry(
             next(self._ids),
+            piece,
             tokens + len(ids),
             chain[-1] if chain else last,
             pending[len(chain) * self._hasher.block_size :],
@@ -152,5 +163,7 @@ class HashChain:
         )
 
 
-def _size(piece: str, entry: _Entry) -> int:
-    return _ENTRY_BYTES + sys.getsizeof(piece) + _KEY_BYTES * len(entry.keys) + entry.rest.itemsize * len(entry.rest)
+def _size(entry: _Entry) -> int:
+    return (
+        _ENTRY_BYTES + sys.getsizeof(entry.piece) + _KEY_BYTES * len(entry.keys) + entry.rest.itemsize * len(entry.rest)
+    )

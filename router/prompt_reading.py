@@ -152,5 +152,7 @@ class PromptReader:
 
 def _lora(model: str | None, record: WorkerRecord) -> Lora | None:
     """The adapter that a request for `model` uses, if it is one whose path is known."""
+    if model is None or model not in record.loras:
+        return None
     paths = dict(zip(record.loras, record.lora_paths, strict=False))
-    return Lora(model, paths[model]) if model is not None and model in paths else None
+    return Lora(model, paths[model]) if model in paths else None

@@ -239,6 +239,17 @@ def test_a_warm_hasher_gives_what_a_fresh_one_gives(
             assert warm.blocks(request, PromptKind.CHAT, lora=lora) == expected
 
 
+def test_texts_of_one_length_and_end_are_told_apart(real: PromptTokenizer) -> None:
+    hasher = PromptHasher(SPEC, real)
+    end = " and so on, and so on, and so on." * 10
+    for first in ("one", "two", "one", "two"):
+        request = fields(
+            {"messages": [{"role": "user", "content": first + end}, {"role": "assistant", "content": "x"}]}
+        )
+        ids = real.encode(real.render(request), add_special_tokens=False)
+        assert hasher.blocks(request, PromptKind.CHAT) == PromptBlocks(len(ids), HASHER.keys(ids))
+
+
 def test_threads_and_the_loop_may_hash_at_once(real: PromptTokenizer) -> None:
     hasher = PromptHasher(SPEC, real, max_bytes=30_000)
     requests = [
