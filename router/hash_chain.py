@@ -56,7 +56,7 @@ class _Entry:
 
 _EntryKey = tuple[Start | int, int, str]
 """The entry before it, or the start; the length of the piece, and its end. Comparing a long text with the one that is
-kept takes a tenth of hashing it, so the whole of it is not part of the key; of two pieces with one key the newer stays."""
+kept takes a tenth of hashing it, so not all of it is part of the key. Of two pieces with one key the newer stays."""
 _END_CHARS = 24
 
 
