@@ -14,7 +14,7 @@ from vllm_pd.sim.mock_worker import Generation, MockWorker
 
 def whole_answer(worker: MockWorker, answer: MockRequest, generation: Generation, faults: Faults) -> dict[str, Any]:
     """An answer in one piece, with what a decode worker needs if it was asked for."""
-    text = worker.tokenizer.answer_text(0, answer.output)
+    text = worker.tokenizer.answer_text(answer.told, answer.told + answer.output)
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": answer.finish_reason, "stop_reason": None}
     if answer.chat:
         choice["message"] = {"role": "assistant", "content": text}
@@ -57,21 +57,22 @@ def usage_of(answer: MockRequest, generation: Generation) -> dict[str, Any]:
     }
 
 
-def chunk(answer: MockRequest, content: Any, finish_reason: str | None) -> dict[str, Any]:
-    """One event of a stream. `content` is a text, or a chat's delta."""
+def chunk(answer: MockRequest, content: Any, finish_reason: str | None, ids: list[int] | None = None) -> dict[str, Any]:
+    """One event of a stream. `content` is a text, or a chat's delta; `ids` are its tokens where they are asked for."""
+    choice: dict[str, Any] = {
+        "index": 0,
+        "delta" if answer.chat else "text": content,
+        "logprobs": None,
+        "finish_reason": finish_reason,
+    }
+    if ids is not None:
+        choice["token_ids"] = ids
     return {
         "id": answer.id,
         "object": "chat.completion.chunk" if answer.chat else "text_completion",
         "created": answer.created,
         "model": answer.model,
-        "choices": [
-            {
-                "index": 0,
-                "delta" if answer.chat else "text": content,
-                "logprobs": None,
-                "finish_reason": finish_reason,
-            }
-        ],
+        "choices": [choice],
     }
 
 

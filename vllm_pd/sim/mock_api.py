@@ -161,6 +161,7 @@ class MockApi:
                 remote=remote,
                 hold=holds,
                 priority=answer.options.priority,
+                told=answer.told,
             )
         except ValueError as e:
             return _error(400, str(e))
@@ -183,8 +184,12 @@ class MockApi:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
+        asks_ids = bool(answer.options.return_token_ids)
         if answer.chat:
-            await response.write(event(chunk(answer, {"role": "assistant", "content": ""}, None)))
+            head = chunk(answer, {"role": "assistant", "content": ""}, None)
+            if asks_ids:
+                head["prompt_token_ids"] = answer.ids
+            await response.write(event(head))
         sent = 0
         limits = [limit for limit in (faults.stall_after, faults.cut_after) if limit is not None]
         while sent < answer.output:
@@ -197,11 +202,15 @@ class MockApi:
             while generation.generated <= sent:
                 await generation.more()
             end = min([generation.generated, *limits])
-            text = worker.tokenizer.answer_text(sent, end)
-            sent = end
-            reason = answer.finish_reason if sent == answer.output else None
+            text = worker.tokenizer.answer_text(answer.told + sent, answer.told + end)
+            ids = worker.tokenizer.answer(end - sent, answer.told + sent) if asks_ids else None
+            reason = answer.finish_reason if end == answer.output else None
             delta: Any = {"content": text} if answer.chat else text
-            await response.write(event(chunk(answer, delta, reason)))
+            made = chunk(answer, delta, reason, ids)
+            if asks_ids and not answer.chat:
+                made["choices"][0]["prompt_token_ids"] = answer.ids if sent == 0 else None
+            sent = end
+            await response.write(event(made))
         if answer.wants_usage:
             usage = {**chunk(answer, None, None), "choices": [], "usage": usage_of(answer, generation)}
             await response.write(event(usage))

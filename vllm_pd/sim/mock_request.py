@@ -34,6 +34,7 @@ class _Options(msgspec.Struct):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -58,6 +59,8 @@ class MockRequest:
     finish_reason: str
     options: _Options
     created: int
+    told: int
+    """How much of the story the prompt ends with: the answer goes on from there."""
 
     @property
     def transfer(self) -> dict[str, Any]:
@@ -92,7 +95,9 @@ def read_request(worker: MockWorker, body: bytes, chat: bool, request_id: str | 
             f"{wanted or 1} output tokens and your prompt contains {len(ids)} input tokens.",
         )
     limit = wanted or room
-    output = limit if options.ignore_eos else min(limit, max(config.output_tokens, options.min_tokens))
+    told = 0 if chat or _is_text(fields) else worker.tokenizer.told(ids)
+    ends = max(1, config.output_tokens - told, options.min_tokens)
+    output = limit if options.ignore_eos else min(limit, ends)
     prefix = "chatcmpl" if chat else "cmpl"
     return MockRequest(
         id=f"{prefix}-{request_id or uuid.uuid4().hex}",
@@ -105,7 +110,13 @@ def read_request(worker: MockWorker, body: bytes, chat: bool, request_id: str | 
         finish_reason="length" if output == limit else "stop",
         options=options,
         created=int(time.time()),
+        told=told,
     )
+
+
+def _is_text(fields: RequestFields) -> bool:
+    """Whether a completion's prompt is a text, not token ids."""
+    return fields.prompt is not msgspec.UNSET and bytes(memoryview(fields.prompt)[:1]) == b'"'
 
 
 def decode_fields(body: bytes) -> RequestFields:

@@ -55,9 +55,21 @@ class MockTokenizer:
         ]
         self._tokenizer = tokenizer
 
-    def answer(self, count: int) -> list[int]:
-        """Ids of the first `count` tokens of the story."""
-        return (self._story * (count // len(self._story) + 1))[:count]
+    def answer(self, count: int, told: int = 0) -> list[int]:
+        """Ids of `count` tokens of the story, behind the first `told` of them."""
+        start = told % len(self._story)
+        return (self._story * ((start + count) // len(self._story) + 1))[start : start + count]
+
+    def told(self, ids: Sequence[int]) -> int:
+        """With how many tokens of the story, from its beginning on, `ids` ends."""
+        story, most = self._story, 0
+        for place in [i for i, token in enumerate(story) if ids and token == ids[-1]]:
+            back = 0
+            while back < len(ids) and ids[-1 - back] == story[(place - back) % len(story)]:
+                back += 1
+                if (place - back + 1) % len(story) == 0:
+                    most = max(most, back)
+        return most
 
     def answer_text(self, start: int, end: int) -> str:
         """The text of tokens `start` to `end` of the story."""

@@ -151,9 +151,10 @@ class MockWorker:
         remote: bool = False,
         hold: bool = False,
         priority: int = 0,
+        told: int = 0,
     ) -> Generation:
-        """Hand a request to the engine. Raises ValueError for a salt that cannot be hashed."""
-        everything = [*ids, *self.tokenizer.answer(output)]
+        """Hand a request to the engine. The story goes on behind its first `told` tokens. Raises ValueError for a salt that cannot be hashed."""
+        everything = [*ids, *self.tokenizer.answer(output, told)]
         extra = extra_keys(lora, salt) if lora is not None or salt else None
         blocks = self._hasher.chain(everything, extra)
         if self._publisher is not None:

@@ -337,3 +337,21 @@ async def _registered(registry: Registry, count: int) -> list[WorkerState]:
         while len(workers := (await registry.snapshot()).workers) != count:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return list(workers)
+
+
+async def test_token_ids_are_told_where_they_are_asked_for_and_a_story_goes_on_behind_them(
+    start_workers: StartHost, client: Client
+) -> None:
+    (worker,) = await start_workers()
+    asked = {"prompt": TEXT, "max_tokens": 400, "return_token_ids": True, "ignore_eos": True}
+    whole = [event["choices"][0] for event in await client.chunks(worker.url + COMPLETION, asked)]
+    assert whole[0]["prompt_token_ids"] and not whole[1]["prompt_token_ids"]
+    ids = [token for choice in whole for token in choice["token_ids"]]
+    assert len(ids) == 400
+    for kept in (1, 15, 300):
+        prompt = [*whole[0]["prompt_token_ids"], *ids[:kept]]
+        rest = await client.chunks(worker.url + COMPLETION, {**asked, "prompt": prompt, "max_tokens": 400 - kept})
+        assert [token for event in rest for token in event["choices"][0]["token_ids"]] == ids[kept:]
+    chatted = await client.chunks(worker.url + CHAT, chat(TEXT, max_tokens=4, return_token_ids=True))
+    assert chatted[0]["prompt_token_ids"]
+    assert [token for event in chatted[1:] for token in event["choices"][0]["token_ids"]] == ids[:4]
