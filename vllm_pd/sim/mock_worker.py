@@ -153,7 +153,11 @@ class MockWorker:
         priority: int = 0,
         told: int = 0,
     ) -> Generation:
-        """Hand a request to the engine. The story goes on behind its first `told` tokens. Raises ValueError for a salt that cannot be hashed."""
+        """Hand a request to the engine. The answer goes on behind the first `told` tokens of the story.
+
+        Raises:
+            ValueError: a salt cannot be hashed.
+        """
         everything = [*ids, *self.tokenizer.answer(output, told)]
         extra = extra_keys(lora, salt) if lora is not None or salt else None
         blocks = self._hasher.chain(everything, extra)
