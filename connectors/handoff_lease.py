@@ -4,7 +4,7 @@ A prefill worker keeps finished blocks for a lease (`kv_lease_duration`, 30 s) t
 extend; afterwards it uses them for something else. vLLM's pull mode tells the decode worker neither, so a request that
 was held up (a stopped process, a full queue) would read whatever is in the blocks by then, without any error. So the
 hand-off parameters carry the end of the lease and the length of an extension, and a request that comes to its blocks
-later than they allow is computed anew.
+later than they allow is computed anew. Whether the read was over in time, too, is for `read_leases` to say.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from vllm_pd.connectors.read_leases import ReadLease
 
 FIELD = "pd_lease_until_ms"
 EXTENSION_FIELD = "pd_lease_extension_ms"
@@ -67,6 +69,16 @@ class HandoffLease:
         extension_s = self._extension_s if extension is None else extension / 1000
         self._waits[request_id] = _Wait(monotonic + left_s, extension_s)
         return left_s < 0
+
+    def for_workers(
+        self, request_id: str, params: Mapping[str, Any] | None, wall: float, monotonic: float
+    ) -> ReadLease | None:
+        """What the workers must know of a request that has arrived and may read; None if there is nothing to read."""
+        wait = self._waits.get(request_id)
+        engine, request = (params or {}).get("remote_engine_id"), (params or {}).get("remote_request_id")
+        if wait is None or not isinstance(engine, str) or not isinstance(request, str):
+            return None
+        return ReadLease((engine, request), wall + wait.until - monotonic, wait.extension_s)
 
     def heartbeat(self, monotonic: float) -> None:
         """A scheduler step with which heartbeats for every waiting request go out."""

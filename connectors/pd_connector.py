@@ -11,7 +11,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,12 @@ from vllm_pd import side_channel, transfer_config
 from vllm_pd.connectors import event_flush
 from vllm_pd.connectors.cpu_cures import calm_nixl
 from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, HandoffLease, is_handoff
+from vllm_pd.connectors.held_blocks import HeldBlocks
+from vllm_pd.connectors.pd_metadata import PDMetadata
+from vllm_pd.connectors.read_leases import Blocks, ReadLease, ReadLeases
+from vllm_pd.connectors.send_leases import SendLeases
 from vllm_pd.errors import SettingsError
+from vllm_pd.holds import hold_key, released_keys
 from vllm_pd.kv_offload.ssd_config import model_identity
 from vllm_pd.vllm_compat import (
     KVConnectorRole,
@@ -31,9 +36,15 @@ from vllm_pd.vllm_compat import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorTransferResults,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+    from vllm.forward_context import ForwardContext
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -64,8 +75,16 @@ class PDConnector(MultiConnector):
             side_channel.ensure((), first_rank=rank)
         with calm_nixl() if nixl is not None else nullcontext():
             super().__init__(expanded, role, kv_cache_config)
-        self._lease = HandoffLease(_lease_duration(expanded.kv_transfer_config))
         self._nixl = nixl
+        # Of the scheduler half.
+        self._lease = HandoffLease(_lease_duration(expanded.kv_transfer_config))
+        self._held = HeldBlocks()
+        self._new_leases: list[ReadLease] = []
+        # Of the worker half.
+        self._reads = ReadLeases()
+        self._sends: SendLeases | None = None
+        if nixl is not None and role is KVConnectorRole.WORKER:
+            self._sends = SendLeases(self.sub_connectors[nixl].connector_worker)
         events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER and events is not None and events.enable_kv_cache_events:
             event_flush.install()
@@ -74,8 +93,18 @@ class PDConnector(MultiConnector):
         # The index counts the copies of a block by its events; a request may ask for events without a new copy.
         request.kv_cache_report_mode = "incremental"
         params = request.kv_transfer_params
-        if self._lease.arrived(request.request_id, params, time.time(), time.monotonic()):
+        now = time.monotonic()
+        if keys := released_keys(params):
+            self._held.release(keys, now)
+            # All that this request is for; it neither reads blocks nor leaves any.
+            request.kv_transfer_params = None
+        elif key := hold_key(params):
+            self._held.arrived(request.request_id, key)
+        wall = time.time()
+        if self._lease.arrived(request.request_id, params, wall, now):
             self._compute_anew(request, "it came after the end of the prefill worker's lease")
+        elif lease := self._lease.for_workers(request.request_id, params, wall, now):
+            self._new_leases.append(lease)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -88,9 +117,53 @@ class PDConnector(MultiConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         meta = super().build_connector_meta(scheduler_output)
-        if self._nixl is not None and meta.metadata[self._nixl].heartbeat_by_engine:
+        if self._nixl is None:
+            return meta
+        if meta.metadata[self._nixl].heartbeat_by_engine:
             self._lease.heartbeat(time.monotonic())
-        return meta
+        leases, self._new_leases = tuple(self._new_leases), []
+        return PDMetadata(meta.metadata, meta.extra_async_saves, self._held.take_leaving(), leases)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._held.gone(connector_output.finished_sending or ())
+        super().update_connector_output(connector_output)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._nixl is None or self._sends is None:
+            super().start_load_kv(forward_context, **kwargs)
+            return
+        meta = self._get_connector_metadata()
+        nixl: NixlConnectorMetadata = meta.metadata[self._nixl]
+        now = time.monotonic()
+        self._reads.learn(meta.new_leases, time.time(), now)
+        # Before they are sent: an extension counts from then.
+        self._reads.beat(self._heartbeats(nixl), now)
+        for request_id, read in nixl.reqs_to_recv.items():
+            if read.remote is not None and (read.awaiting_kvs or any(read.local_block_ids)):
+                self._reads.begin(request_id, (read.remote.engine_id, read.remote.request_id))
+        super().start_load_kv(forward_context, **kwargs)
+        self._sends.let_go(meta.released)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._sends is not None:
+            self._sends.give_grace(time.perf_counter())
+        results: KVConnectorTransferResults = super().get_transfer_results(finished_req_ids)
+        late = self._reads.late(results.finished_recving, time.monotonic()) - results.failed_recving
+        for request_id in late:
+            logger.warning(
+                "vllm-pd: the prompt of request %s is computed here: its blocks may have been read after the end of "
+                "the prefill worker's lease.",
+                request_id,
+            )
+        results.failed_recving |= late
+        return results
+
+    def _heartbeats(self, meta: NixlConnectorMetadata) -> Iterator[Blocks]:
+        """The blocks for which this step really sends heartbeats: vLLM skips engines it does not know yet."""
+        worker = self.sub_connectors[self._nixl].connector_worker
+        for engine_id, info in meta.heartbeat_by_engine.items():
+            if engine_id in worker._remote_agents:
+                yield from ((engine_id, request_id) for request_id in info.req_ids)
 
     def request_finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._stamped(request, *super().request_finished(request, blocks))
@@ -119,6 +192,7 @@ class PDConnector(MultiConnector):
         self, request: Request, keep_blocks: bool, params: dict[str, Any] | None
     ) -> tuple[bool, dict[str, Any] | None]:
         self._lease.forget(request.request_id)
+        self._held.finished(request.request_id, keep_blocks)
         return keep_blocks, self._lease.stamp(params, time.time())
 
     @classmethod

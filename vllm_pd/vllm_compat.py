@@ -113,8 +113,18 @@ INTERNALS: tuple[Internal, ...] = (
             "set_xfer_handshake_metadata(metadata)",
             "set_xfer_handshake_metadata_pp_aware(metadata)",
             "sub_connectors",
+            "start_load_kv(forward_context)",
+            "get_transfer_results(finished_req_ids)",
+            "update_connector_output(connector_output)",
         ),
         "base of PDConnector: composes NIXL and offloading",
+    ),
+    Internal(
+        "MultiKVConnectorMetadata",
+        f"{_KV}.v1.multi_connector",
+        "MultiKVConnectorMetadata",
+        ("metadata", "extra_async_saves"),
+        "base of PDMetadata: what a step of the scheduler tells the workers",
     ),
     Internal("KVConnectorRole", f"{_KV}.v1.base", "KVConnectorRole", ("SCHEDULER", "WORKER"), "which half we are"),
     Internal(
@@ -132,11 +142,34 @@ INTERNALS: tuple[Internal, ...] = (
         "binds the side channel whose address we choose and advertise; told which blocks nobody waits for any more",
     ),
     Internal(
+        "NixlWorker",
+        f"{_KV}.v1.nixl.base_worker",
+        "NixlBaseConnectorWorker",
+        (
+            "_remote_agents",
+            "_reqs_to_send",
+            "_reqs_to_process",
+            "_replicated_pcp_done_sending",
+            "consumer_notification_counts_by_req",
+            "expected_consumer_notifications_by_req",
+            "get_transfer_results()",
+        ),
+        "keeps the leases of finished requests, which end early where nobody will read; shows which engines get "
+        "heartbeats",
+    ),
+    Internal(
         "NixlConnectorMetadata",
         f"{_KV}.v1.nixl.metadata",
         "NixlConnectorMetadata",
-        ("heartbeat_by_engine",),
-        "shows whether heartbeats go out with a step",
+        ("heartbeat_by_engine", "reqs_to_recv"),
+        "shows whether heartbeats go out with a step, and which blocks are read",
+    ),
+    Internal(
+        "NixlReqMeta",
+        f"{_KV}.v1.nixl.metadata",
+        "ReqMeta",
+        ("local_block_ids", "awaiting_kvs", "remote"),
+        "one read: from which engine and request",
     ),
     Internal(
         "environment_variables", "vllm.envs", "environment_variables", (), "vLLM refuses VLLM_* variables not in it"

@@ -15,7 +15,11 @@ pytest.importorskip("vllm")
 from vllm_pd import transfer_config as tc
 from vllm_pd.connectors import pd_connector
 from vllm_pd.connectors.handoff_lease import EXTENSION_FIELD, FIELD, HandoffLease
+from vllm_pd.connectors.held_blocks import HeldBlocks
 from vllm_pd.connectors.pd_connector import PDConnector, expand, register_specs
+from vllm_pd.connectors.pd_metadata import PDMetadata
+from vllm_pd.connectors.read_leases import ReadLease, ReadLeases
+from vllm_pd.connectors.send_leases import SendLeases
 from vllm_pd.plugin import register
 from vllm_pd.settings import WorkerSettings, from_extra_config
 from vllm_pd.vllm_compat import KVConnectorFactory, KVTransferConfig, OffloadingSpecFactory
@@ -112,6 +116,9 @@ class FakeScheduler:
     def _stop_heartbeat(self, req_id: str) -> None:
         self.stopped.append(req_id)
 
+    def update_connector_output(self, output: Any) -> None:
+        pass
+
     def on_new_request(self, request: Any) -> None:
         self.seen = bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
 
@@ -131,7 +138,11 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(pd_connector, "time", SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now))
+        monkeypatch.setattr(
+            pd_connector,
+            "time",
+            SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now, perf_counter=lambda: self.now),
+        )
 
 
 @pytest.fixture
@@ -146,11 +157,15 @@ def connector_over(nixl: FakeScheduler) -> PDConnector:
     connector._all_support_hma = True
     connector._requests_to_connector, connector._extra_async_saves = {}, {}
     connector._lease, connector._nixl = HandoffLease(), 0
+    connector._held, connector._new_leases = HeldBlocks(), []
+    connector._reads, connector._sends = ReadLeases(), None
     return connector
 
 
 def handed_off(at: float) -> Any:
-    params = HandoffLease().stamp({"do_remote_prefill": True}, at)
+    params = HandoffLease().stamp(
+        {"do_remote_prefill": True, "remote_engine_id": "engine", "remote_request_id": "there"}, at
+    )
     return SimpleNamespace(request_id="r", kv_transfer_params=params)
 
 
@@ -221,3 +236,167 @@ def test_a_prefill_worker_states_its_lease(clock: Clock) -> None:
     assert keep and params is not None
     assert params[FIELD] == int((clock.now + 25) * 1000)
     assert params[EXTENSION_FIELD] == 15_000
+
+
+def told(connector: PDConnector) -> PDMetadata:
+    """What the workers are told with the next step."""
+    meta = connector.build_connector_meta(None)  # type: ignore[arg-type]
+    assert isinstance(meta, PDMetadata)
+    return meta
+
+
+def prefill_leg(key: str) -> Any:
+    return SimpleNamespace(request_id="p", kv_transfer_params={"do_remote_decode": True, "pd_hold": key})
+
+
+def release_of(*keys: object) -> Any:
+    return SimpleNamespace(request_id="x", kv_transfer_params={"pd_release": list(keys)})
+
+
+def test_the_workers_are_told_once_until_when_a_new_hand_off_may_be_read(clock: Clock) -> None:
+    connector = connector_over(FakeScheduler())
+    connector.on_new_request(handed_off(clock.now - 3))
+    clock.now += 1
+    assert told(connector).new_leases == (ReadLease(("engine", "there"), pytest.approx(1000 - 3 + 25), 15),)
+    assert told(connector).new_leases == ()
+
+
+def test_the_workers_are_told_nothing_of_a_hand_off_that_is_not_read(clock: Clock) -> None:
+    connector = connector_over(FakeScheduler())
+    connector.on_new_request(handed_off(clock.now - 26))
+    assert told(connector).new_leases == ()
+
+
+def test_a_finished_prefill_leg_is_let_go_by_its_key(clock: Clock) -> None:
+    connector, leg = connector_over(FakeScheduler()), prefill_leg("k")
+    connector.on_new_request(leg)
+    connector.request_finished_all_groups(leg, ([1],))
+    connector.on_new_request(release_of("other"))
+    assert told(connector).released == ()
+    connector.on_new_request(release_of("k"))
+    assert told(connector).released == ("p",)
+    assert told(connector).released == ()
+
+
+def test_blocks_that_were_read_are_not_let_go_again(clock: Clock) -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    connector, leg = connector_over(FakeScheduler()), prefill_leg("k")
+    connector.on_new_request(leg)
+    connector.request_finished_all_groups(leg, ([1],))
+    connector.update_connector_output(KVConnectorOutput(finished_sending={"p"}))
+    connector.on_new_request(release_of("k"))
+    assert told(connector).released == ()
+
+
+def test_a_release_neither_reads_blocks_nor_leaves_any(clock: Clock) -> None:
+    nixl = FakeScheduler()
+    connector, request = connector_over(nixl), release_of("k", 7, None, "")
+    request.kv_transfer_params["do_remote_prefill"] = True
+    connector.on_new_request(request)
+    assert not nixl.seen
+    assert request.kv_transfer_params is None
+    assert told(connector).new_leases == ()
+
+
+class FakeWorker:
+    """The worker half of NIXL, as far as reads and leases go."""
+
+    def __init__(self) -> None:
+        self._remote_agents = {"engine": {}}
+        self._reqs_to_send: dict[str, float] = {}
+        self._reqs_to_process: set[str] = set()
+        self._replicated_pcp_done_sending: set[str] = set()
+        self.consumer_notification_counts_by_req: dict[str, int] = {}
+        self.expected_consumer_notifications_by_req: dict[str, int] = {}
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+
+    @property
+    def connector_worker(self) -> FakeWorker:
+        return self
+
+    def start_load_kv(self, forward_context: Any) -> None:
+        pass
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        sent, self._replicated_pcp_done_sending = self._replicated_pcp_done_sending, set()
+        received, self.received = self.received, set()
+        return KVConnectorTransferResults(sent, received | self.failed, set(self.failed))
+
+
+def worker_over(nixl: FakeWorker) -> PDConnector:
+    connector = connector_over(nixl)  # type: ignore[arg-type]
+    connector._sends = SendLeases(nixl)
+    return connector
+
+
+def step(connector: PDConnector, **told: Any) -> Any:
+    """One step of the worker: what it reports."""
+    nixl = SimpleNamespace(
+        reqs_to_recv=told.pop("reqs_to_recv", {}), heartbeat_by_engine=told.pop("heartbeat_by_engine", {})
+    )
+    connector._connector_metadata = PDMetadata((nixl,), **told)
+    connector.start_load_kv(None)  # type: ignore[arg-type]
+    return connector.get_transfer_results(set())
+
+
+READ = {
+    "r": SimpleNamespace(
+        remote=SimpleNamespace(engine_id="engine", request_id="there"), awaiting_kvs=True, local_block_ids=([1],)
+    )
+}
+
+
+@pytest.mark.parametrize(("passes", "in_time"), [(24.9, True), (25.1, False)])
+def test_a_read_that_ended_after_its_lease_counts_as_failed(clock: Clock, passes: float, in_time: bool) -> None:
+    nixl = FakeWorker()
+    connector = worker_over(nixl)
+    step(connector, new_leases=(ReadLease(("engine", "there"), clock.now + 25, 15),), reqs_to_recv=READ)
+    clock.now += passes
+    nixl.received = {"r"}
+    results = step(connector)
+    assert results.finished_recving == {"r"}, "it is over in any case"
+    assert results.failed_recving == (set() if in_time else {"r"})
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_heartbeat_counts_only_if_it_was_sent(clock: Clock, known: bool) -> None:
+    """vLLM spends heartbeats on the handshake as long as that has not succeeded."""
+    nixl = FakeWorker()
+    nixl._remote_agents = {"engine": {}} if known else {}
+    connector = worker_over(nixl)
+    step(connector, new_leases=(ReadLease(("engine", "there"), clock.now + 25, 15),), reqs_to_recv=READ)
+    clock.now += 20
+    step(connector, heartbeat_by_engine={"engine": SimpleNamespace(req_ids={"there"})})
+    clock.now += 10
+    nixl.received = {"r"}
+    assert step(connector).failed_recving == (set() if known else {"r"})
+
+
+def test_a_read_that_failed_by_itself_is_no_news(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    nixl = FakeWorker()
+    connector = worker_over(nixl)
+    step(connector, new_leases=(ReadLease(("engine", "there"), clock.now + 25, 15),), reqs_to_recv=READ)
+    clock.now += 30
+    nixl.failed = {"r"}
+    assert step(connector).failed_recving == {"r"}
+    assert not caplog.records
+
+
+def test_loads_from_the_tiers_are_not_looked_at(clock: Clock) -> None:
+    nixl = FakeWorker()
+    connector = worker_over(nixl)
+    nixl.received = {"from a tier"}
+    assert step(connector).failed_recving == set()
+
+
+def test_blocks_that_are_let_go_are_reported_as_sent_once(clock: Clock) -> None:
+    nixl = FakeWorker()
+    nixl._reqs_to_send, nixl._reqs_to_process = {"p": 1e9}, {"p"}
+    connector = worker_over(nixl)
+    assert step(connector, released=("p", "unknown")).finished_sending == {"p"}
+    assert step(connector, released=("p",)).finished_sending == set()
+    assert not nixl._reqs_to_process
