@@ -312,6 +312,19 @@ class PrefillQueueConformance:
         assert await nothing(queue, B)
         assert await queue.results(POOL_ID, ROUTER) == []
 
+    async def test_whoever_waits_hears_why_somebody_else_cancelled(self, harness: Harness) -> None:
+        queue = harness.prefill_queue(LIMITS)
+        await put(queue, waited_for("claimed"), waited_for("waiting"))
+        claimed = await claim(queue, A)
+        for name in ("claimed", "waiting"):
+            assert await queue.cancel(POOL_ID, JobId(name), "by hand")
+            assert not await queue.cancel(POOL_ID, JobId(name), "by hand")
+        expected = [("claimed", JobResult(b"", "by hand", A)), ("waiting", JobResult(b"", "by hand"))]
+        assert await queue.results(POOL_ID, ROUTER) == expected
+        assert await queue.cancelled(POOL_ID, at(A)) == ["claimed"]
+        assert not await queue.ack(POOL_ID, claimed, b"")
+        assert await queue.streams(POOL_ID) == []
+
     async def test_a_cancel_that_overtakes_its_job_counts(self, harness: Harness) -> None:
         queue = harness.prefill_queue(LIMITS)
         assert not await queue.cancel(POOL_ID, JobId("one"))
@@ -367,6 +380,15 @@ class PrefillQueueConformance:
         assert await queue.ack(POOL_ID, stolen, b"")
         assert await queue.rehome(POOL_ID, B) == 4
         assert await queue.streams(POOL_ID) == []
+
+    async def test_worker_that_takes_no_more_jobs_finishes_those_that_it_has(self, harness: Harness) -> None:
+        queue = harness.prefill_queue(LIMITS)
+        await put(queue, *(job(f"a{n}", worker=A) for n in range(3)))
+        running = await claim(queue, A)
+        assert await queue.rehome(POOL_ID, A, claims=False) == 2
+        assert names(await claims(queue, B, 2)) == ["a1", "a2"]
+        assert await queue.rehome(POOL_ID, A, claims=False) == 0
+        assert await queue.ack(POOL_ID, running, b"")
 
     async def test_leftovers_of_a_silent_router_are_dropped(self, harness: Harness) -> None:
         limits = dataclasses.replace(LIMITS, silence_ms=200)

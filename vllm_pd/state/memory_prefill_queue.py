@@ -111,14 +111,17 @@ class MemoryPrefillQueue:
             self._to_shared(queue, held)
         return True
 
-    async def cancel(self, pool: PoolId, job: JobId) -> bool:
+    async def cancel(self, pool: PoolId, job: JobId, error: str = "") -> bool:
         with self._queue(pool) as queue:
-            held = queue.jobs.pop(job, None)
-            queue.ended.setdefault(job, (None, self._store.now_ms() + self._limits.result_ttl_ms))
-            if held is not None and held.claimant is not None:
+            held = queue.jobs.get(job)
+            if held is None:
+                queue.ended.setdefault(job, (None, self._result_ends()))
+                return False
+            worker = held.claimant.worker if held.claimant is not None else ""
+            self._over(queue, held, JobResult(b"", error, worker) if error else None)
+            if held.claimant is not None:
                 queue.cancelled.setdefault(held.claimant, []).append((job, self._result_ends()))
-                queue.waiters.wake()
-            return held is not None
+        return True
 
     async def cancelled(self, pool: PoolId, claimant: Claimant, wait_ms: int = 0) -> Sequence[JobId]:
         return await self._take(pool, lambda queue: queue.cancelled.get(claimant), wait_ms)
@@ -142,10 +145,12 @@ class MemoryPrefillQueue:
                 queue, lambda each: each.worker == worker and each.epoch < epoch, f"{worker} was restarted"
             )
 
-    async def rehome(self, pool: PoolId, worker: WorkerId) -> int:
+    async def rehome(self, pool: PoolId, worker: WorkerId, *, claims: bool = True) -> int:
         with self._queue(pool) as queue:
             waiting = [held for held in queue.jobs.values() if held.job.worker == worker and held.claimant is None]
-            given = self._give_up_claims(queue, lambda each: each.worker == worker, f"{worker} is gone")
+            given = 0
+            if claims:
+                given = self._give_up_claims(queue, lambda each: each.worker == worker, f"{worker} is gone")
             for held in waiting[:_MOST]:
                 self._to_shared(queue, held)
         return given + len(waiting[:_MOST])
@@ -298,11 +303,11 @@ class MemoryPrefillQueue:
         self._over(queue, held, JobResult(b"", error, held.failed))
 
     def _over(
-        self, queue: MemoryQueue, held: MemoryJob, result: JobResult, mark: tuple[str, Claimant] | None = None
+        self, queue: MemoryQueue, held: MemoryJob, result: JobResult | None, mark: tuple[str, Claimant] | None = None
     ) -> None:
         del queue.jobs[held.job.id]
         queue.ended[held.job.id] = (mark, self._result_ends())
-        if held.job.router:
+        if held.job.router and result is not None:
             queue.results.setdefault(held.job.router, []).append(((held.job.id, result), self._result_ends()))
         queue.waiters.wake()
 

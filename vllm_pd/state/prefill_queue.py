@@ -172,9 +172,9 @@ class PrefillQueue(Protocol):
     async def release(self, pool: PoolId, claim: Claim) -> bool:
         """Give a job back that was not begun: it goes to the shared stream, and no attempt is counted."""
 
-    async def cancel(self, pool: PoolId, job: JobId) -> bool:
-        """Forget a job; it has no result. Its claimant hears so (`cancelled`, and its next call about the claim).
-        Returns whether it was there."""
+    async def cancel(self, pool: PoolId, job: JobId, error: str = "") -> bool:
+        """Forget a job. Its claimant hears so (`cancelled`, and its next call about the claim). It has no result,
+        unless an `error` is given for whoever waits. Returns whether it was there."""
 
     async def cancelled(self, pool: PoolId, claimant: Claimant, wait_ms: int = 0) -> Sequence[JobId]:
         """Jobs that were cancelled in the claimant's hands, each named at least once; 64 at most. Waits up to
@@ -187,9 +187,12 @@ class PrefillQueue(Protocol):
         """At a worker's start: what its earlier starts have claimed, in any stream, is given up. What waits for it
         stays. Returns how many jobs (64 a call at most)."""
 
-    async def rehome(self, pool: PoolId, worker: WorkerId) -> int:
+    async def rehome(self, pool: PoolId, worker: WorkerId, *, claims: bool = True) -> int:
         """For a worker that is gone: what waits in its stream goes to the shared one, and what it has claimed, in any
-        stream, is given up. Returns how many jobs (64 of each kind a call at most)."""
+        stream, is given up. Returns how many jobs (64 of each kind a call at most).
+
+        `claims`: False for a worker that takes no more jobs but finishes those that it has.
+        """
 
     async def announce_router(self, pool: PoolId, router: str, ttl_ms: int) -> None:
         """A router says that it lives and waits for its jobs' results."""

@@ -256,11 +256,13 @@ return 1
 CANCEL = Script(
     COMMON
     + """
--- KEYS: job, done. ARGV: name.
+-- KEYS: job, done. ARGV: name, error.
 local held = redis.call('HMGET', KEYS[1], 'stream', 'entry', 'claimant', 'worker')
 redis.call('SET', KEYS[2], 'c', 'NX', 'PX', RESULT_MS)
 if not held[1] then return 0 end
+local f = ARGV[17] ~= '' and fields(held[1], held[2])
 gone(held[1], held[2])
+if f then over(f, 'c', held[4], 'e', ARGV[17]) end
 redis.call('DEL', KEYS[1])
 if held[3] then
   redis.call('HDEL', CLAIMS .. held[4], ARGV[16])
@@ -270,7 +272,7 @@ end
 return 1
 """
 )
-"""Forget a job; answers 1 if it was there."""
+"""Forget a job, or end it with an error; answers 1 if it was there."""
 
 RECLAIM = Script(
     COMMON
@@ -306,8 +308,11 @@ return give_up_claims(ARGV[16], tonumber(ARGV[17]), tonumber(ARGV[18]), ARGV[16]
 REHOME = Script(
     COMMON
     + """
--- KEYS: stream. ARGV: worker, most.
-local moved = give_up_claims(ARGV[16], math.huge, tonumber(ARGV[17]), ARGV[16] .. ' is gone')
+-- KEYS: stream. ARGV: worker, most, whether its claims too.
+local moved = 0
+if ARGV[18] == '1' then
+  moved = give_up_claims(ARGV[16], math.huge, tonumber(ARGV[17]), ARGV[16] .. ' is gone')
+end
 for _, each in ipairs(redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', ARGV[17])) do
   local entry, f = each[1], each[2]
   local held = redis.call('HMGET', JOB .. f[2], 'entry', 'worker')
@@ -322,5 +327,5 @@ end
 return moved
 """
 )
-"""Empty the stream of a worker that is gone, but for what others claimed from it, and give up its claims; answers how
-many jobs it had."""
+"""Empty the stream of a worker that is gone, but for what others claimed from it, and perhaps give up its claims;
+answers how many jobs it had."""

@@ -103,9 +103,9 @@ class RedisPrefillQueue:
     async def release(self, pool: PoolId, claim: Claim) -> bool:
         return bool(await self._run_claim(scripts.RELEASE, pool, claim))
 
-    async def cancel(self, pool: PoolId, job: JobId) -> bool:
+    async def cancel(self, pool: PoolId, job: JobId, error: str = "") -> bool:
         keys = (self._keys.job(pool, job), self._keys.done(pool, job))
-        return bool(await self._run(scripts.CANCEL, pool, keys, job))
+        return bool(await self._run(scripts.CANCEL, pool, keys, job, error))
 
     async def cancelled(self, pool: PoolId, claimant: Claimant, wait_ms: int = 0) -> Sequence[JobId]:
         found = await self._take(self._keys.cancelled(pool, str(claimant)), wait_ms)
@@ -117,8 +117,9 @@ class RedisPrefillQueue:
     async def takeover(self, pool: PoolId, worker: WorkerId, epoch: Epoch) -> int:
         return int(await self._run(scripts.TAKEOVER, pool, (self._keys.claims(pool, worker),), worker, epoch, _MOST))
 
-    async def rehome(self, pool: PoolId, worker: WorkerId) -> int:
-        return int(await self._run(scripts.REHOME, pool, (self._keys.prefill(pool, worker),), worker, _MOST))
+    async def rehome(self, pool: PoolId, worker: WorkerId, *, claims: bool = True) -> int:
+        key = self._keys.prefill(pool, worker)
+        return int(await self._run(scripts.REHOME, pool, (key,), worker, _MOST, int(claims)))
 
     async def announce_router(self, pool: PoolId, router: str, ttl_ms: int) -> None:
         async with self._calls.answer():
