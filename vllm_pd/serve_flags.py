@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 GROUP = "vllm-pd"
 CONNECTOR_ENV = "VLLM_PD_KV_CONNECTOR"
 FILE_ENV = "VLLM_PD_CONFIG"
+DRAIN_S = 30
+"""What SIGTERM leaves to requests under way on a pd worker whose user names no --shutdown-timeout: vLLM's default cuts
+them off, and with them the blocks that decode workers are about to read. As long as NIXL's lease on such blocks."""
 HASH_ALGO = "sha256_cbor"
 """Pinned for every pd worker, so that workers and routers compute the same block hashes."""
 
@@ -37,6 +40,12 @@ def environment_names() -> tuple[str, ...]:
     """Every environment variable that vllm-pd reads in a vLLM process."""
     names = [spec.env for spec in layered.settings_of(WorkerSettings).values() if spec.env]
     return (CONNECTOR_ENV, FILE_ENV, *names)
+
+
+class Unsaid(int):
+    """The default of a whole number, to be told from the same number given by the user."""
+
+    __slots__ = ()
 
 
 class PluginLoader(str):
@@ -64,6 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     A flag that is not given leaves no trace in the parsed arguments, which are then the same as without vllm-pd.
     """
+    parser.set_defaults(shutdown_timeout=Unsaid(parser.get_default("shutdown_timeout") or 0))
     group = parser.add_argument_group(
         title=GROUP,
         description="Prefill/decode disaggregation and tiered KV offload (vllm-pd). "
@@ -213,6 +223,8 @@ def resolve(engine_args: Any, args: argparse.Namespace) -> WorkerSettings | None
     else:
         settings = request.settings()
     _apply(settings, engine_args, given_json)
+    if isinstance(getattr(args, "shutdown_timeout", None), Unsaid):
+        engine_args.shutdown_timeout = args.shutdown_timeout = DRAIN_S
     return settings
 
 

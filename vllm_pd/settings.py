@@ -88,6 +88,14 @@ class WorkerSettings:
         parse=layered.number(1, high=3600),
         default=DEFAULT_LEASE_S,
     )
+    prefill_budget_tokens: int = setting(
+        help="prompt tokens of queued prefill jobs that the worker holds at a time; 0: twice --max-num-batched-tokens "
+        "for each data-parallel rank",
+        env="VLLM_PD_PREFILL_BUDGET_TOKENS",
+        flag="--pd-prefill-budget-tokens",
+        parse=layered.integer(0, high=1 << 30),
+        default=0,
+    )
     nixl: Mapping[str, Any] = setting(
         help="options passed to vLLM's NIXL connector as they are (file and JSON only)", parse=_options, default=dict
     )

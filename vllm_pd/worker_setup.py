@@ -6,6 +6,7 @@ import argparse
 import functools
 import logging
 import os
+import ssl
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -158,7 +159,16 @@ def _runtime_config(
         lora_paths=tuple(lora.path for lora in adapters),
         kv_events=kv_events,
         rendering=_rendering(args),
+        api_key=_api_key(args),
+        asks_certificate=getattr(args, "ssl_cert_reqs", ssl.CERT_NONE) == ssl.CERT_REQUIRED,
+        prefill_budget_tokens=settings.prefill_budget_tokens,
     )
+
+
+def _api_key(args: argparse.Namespace) -> str:
+    """A key that the server accepts, as vLLM finds them; empty when it wants none."""
+    keys = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    return next((key for key in keys if key), "")
 
 
 def _rendering(args: argparse.Namespace) -> Rendering:

@@ -1,8 +1,8 @@
-"""The agent: keeps one worker registered and its caches in the block index, from a thread of its own.
+"""The agent: keeps one worker registered and its caches in the block index, and has its prefill jobs done.
 
-vLLM's event loop only ever assigns to a dictionary here (`observe`); everything that waits happens in the thread. The
-store may be away, at the start or later: the server serves all the same, and the agent registers when the store is
-back. Nothing in here raises into vLLM.
+It has a thread of its own: vLLM's event loop only notes numbers here (`observe`), everything that waits happens in the
+thread. The store may be away, at the start or later: the server serves all the same, and the agent registers when the
+store is back. Nothing in here raises into vLLM.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from vllm_pd.agent.agent_metrics import agent_metrics
 from vllm_pd.agent.cache_feeds import CacheFeeds
+from vllm_pd.agent.prefill_progress import EngineProgress
+from vllm_pd.agent.prefill_runner import PrefillRunner, RunnerStats
 from vllm_pd.agent.spec import AgentSpec
 from vllm_pd.errors import PDError, StoreError
 from vllm_pd.layered import redact
@@ -35,10 +37,12 @@ _WITHDRAW_S = 1.5
 _TOKENIZER_TTL_MS = 3_600_000
 _TOKENIZER_PERIOD_S = 900.0
 _METRICS_PERIOD_S = 1.0
+_JOIN_S = 0.02
 
 
 class Agent:
-    """Registers, renews and withdraws one worker, publishes its load, and writes the block index of its caches.
+    """Registers, renews and withdraws one worker, publishes its load, writes the block index of its caches, and claims
+    prefill jobs.
 
     Args:
         spec: what to register.
@@ -75,6 +79,9 @@ class Agent:
         self._next_load = 0.0
         self._next_metrics = 0.0
         self._feeds: CacheFeeds | None = None
+        self._progress = EngineProgress(known=spec.prefill is not None and spec.prefill.progress_known)
+        self._runner: PrefillRunner | None = None
+        self._draining = False
         self._published: dict[int, tuple[int, int, float]] = {}
 
     def start(self) -> None:
@@ -84,12 +91,21 @@ class Agent:
     def observe(self, engine: int, running: int, waiting: int, kv_usage: float) -> None:
         """Note the newest load of an engine. No lock and no I/O: safe on a hot event loop."""
         self._observed[engine] = WorkerLoad(running, waiting, kv_usage, time.time_ns() // 1_000_000)
+        self._progress.note(running)
 
-    def stop(self, timeout_s: float = 2.0) -> bool:
+    @property
+    def prefill_stats(self) -> RunnerStats | None:
+        """What it has done of the prefill queue; None when it takes nothing from it (yet)."""
+        return self._runner.stats if self._runner is not None else None
+
+    def stop(self, timeout_s: float = 2.0, *, wait_for_jobs: bool = False) -> bool:
         """Withdraw the worker and end the thread. Idempotent, callable from any thread.
 
+        Args:
+            wait_for_jobs: wait also for prefill jobs that are under way; else the thread ends after them.
+
         Returns:
-            Whether the thread ended within `timeout_s`; if not, the lease makes routers forget the worker.
+            Whether that was done within `timeout_s`; if not, the lease makes routers forget the worker.
         """
         self._stop_requested.set()
         loop, stopping = self._loop, self._stopping
@@ -100,8 +116,13 @@ class Agent:
                 # The loop has just closed: the thread is ending by itself.
                 logger.debug("the agent had already ended")
         # A garbage collection in our own thread may finalise the engine client, which ends here.
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while self._thread.is_alive() and self._thread is not threading.current_thread():
+            if self._draining and not wait_for_jobs:
+                return True
+            if (left_s := deadline - time.monotonic()) <= 0:
+                break
+            self._thread.join(min(left_s, _JOIN_S))
         return not self._thread.is_alive()
 
     def _main(self) -> None:
@@ -127,7 +148,12 @@ class Agent:
             if await self._sleep(_READY_PERIOD_S):
                 return
         registry = self._open_registry()
+        prefill = self._spec.prefill if self._spec.is_registrar else None
+        queue = prefill.open_queue() if prefill is not None else None
         try:
+            if prefill is not None and queue is not None:
+                self._runner = PrefillRunner(self._record, prefill, queue, self._progress)
+                self._runner.start()
             if self._spec.is_registrar:
                 self._feeds = CacheFeeds(self._record, self._open_index(), self._spec.event_sources, self._spec.lease_s)
                 # Before anything that takes time: an engine keeps only so many of its last events.
@@ -135,8 +161,17 @@ class Agent:
                 self._read_tokenizer()
             while not await self._sleep(await self._cycle(registry)):
                 pass
+            if self._runner is not None:
+                self._runner.leave()
             await self._withdraw(registry)
+            if self._runner is not None and prefill is not None:
+                self._draining = True
+                await self._runner.drain(prefill.grace_s)
         finally:
+            if self._runner is not None:
+                await self._runner.close()
+            if queue is not None:
+                await queue.close()
             await registry.close()
             if self._feeds is not None:
                 await self._feeds.close()
@@ -164,11 +199,11 @@ class Agent:
         await self._put_tokenizer(registry)
         result = await registry.heartbeat(self._record, self._spec.lease_ms)
         if result is HeartbeatResult.STALE:
-            self._feeds.allow(False)
+            self._allow(False)
             self._on_stale()
             return
         self._registered = True
-        self._feeds.allow(True)
+        self._allow(True)
         if result is HeartbeatResult.NEW:
             # Also what a store says that came back empty: it needs the rest again, too.
             self._next_tokenizer = self._next_load = 0.0
@@ -180,6 +215,13 @@ class Agent:
         self._stale = False
         # Earlier by up to a fifth: workers that started together must not beat together for ever.
         self._next_beat = time.monotonic() + self._spec.lease_s / 3 * random.uniform(0.8, 1.0)
+
+    def _allow(self, allowed: bool) -> None:
+        """Whether the worker's place in the store is this process's."""
+        if self._feeds is not None:
+            self._feeds.allow(allowed)
+        if self._runner is not None:
+            self._runner.allow(allowed)
 
     async def _put_tokenizer(self, registry: Registry) -> None:
         if self._files is not None and time.monotonic() >= self._next_tokenizer:
@@ -213,9 +255,13 @@ class Agent:
         logger.info("vllm-pd: withdrew %s.", self._record.url)
 
     def _show_metrics(self) -> None:
-        if self._feeds is not None and self._feeds.feeds and time.monotonic() >= self._next_metrics:
+        if time.monotonic() < self._next_metrics:
+            return
+        self._next_metrics = time.monotonic() + _METRICS_PERIOD_S
+        if self._feeds is not None and self._feeds.feeds:
             agent_metrics().update(self._feeds.feeds)
-            self._next_metrics = time.monotonic() + _METRICS_PERIOD_S
+        if self._runner is not None:
+            agent_metrics().update_prefill(self._runner.budget, self._runner.stats)
 
     def _read_tokenizer(self) -> None:
         try:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from vllm_pd.agent.cache_feed import CacheFeed
+from vllm_pd.agent.prefill_runner import RunnerStats
 from vllm_pd.state.block_index import Tier
 
 PREFIX = "vllm_pd_agent"
@@ -54,6 +55,33 @@ class AgentMetrics:
             multiprocess_mode="mostrecent",
         )
         self._seen: dict[tuple[str, str], int] = {}
+        self._claimed = Counter(
+            f"{PREFIX}_prefill_claimed",
+            "Prefill jobs taken out of the queue; stolen: they were waiting for another worker",
+            ("stolen",),
+            registry=registry,
+        )
+        self._ended = Counter(
+            f"{PREFIX}_prefill_ended",
+            "Claimed prefill jobs by how they ended here: done, failed, returned (not begun), lost (cancelled, taken)",
+            ("how",),
+            registry=registry,
+        )
+        self._unheard = Counter(
+            f"{PREFIX}_prefill_unheard",
+            "Ends of prefill jobs of which the queue wanted to hear no more, or could not",
+            registry=registry,
+        )
+        texts = {"budget": "that the worker holds at a time", "claimed": "claimed now"}
+        self._tokens = {
+            name: Gauge(
+                f"{PREFIX}_prefill_{name}_tokens",
+                f"Prompt tokens of prefill jobs {text}",
+                registry=registry,
+                multiprocess_mode="mostrecent",
+            )
+            for name, text in texts.items()
+        }
 
     def update(self, feeds: Iterable[CacheFeed]) -> None:
         """Copy what has happened since the last time."""
@@ -68,6 +96,21 @@ class AgentMetrics:
             self._gauges["delay_seconds"].labels(rank).set(feed.feeder.stats.delay_s)
             for tier in (Tier.GPU, Tier.CPU, Tier.SSD):
                 self._blocks.labels(rank, str(tier.name).lower()).set(feed.truth.count(tier))
+
+    def update_prefill(self, budget: int, stats: RunnerStats) -> None:
+        """Copy what has happened to prefill jobs since the last time."""
+        self._tokens["budget"].set(budget)
+        self._tokens["claimed"].set(stats.tokens)
+        self._claimed.labels("true").inc(self._since("stolen", stats.stolen))
+        self._claimed.labels("false").inc(self._since("not_stolen", stats.claimed - stats.stolen))
+        for how, count in stats.ended.items():
+            self._ended.labels(str(how)).inc(self._since(f"ended_{how}", count))
+        self._unheard.inc(self._since("unheard", stats.unheard))
+
+    def _since(self, name: str, value: int) -> int:
+        seen, self._seen["prefill", name] = self._seen.get(("prefill", name), 0), value
+        # Another runner of this process, as in a process of mock workers.
+        return value - seen if value >= seen else value
 
 
 def _counts(feed: CacheFeed) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Asks this process's own HTTP server whether it serves yet."""
+"""This process's own HTTP server: where it is reached from within, and whether it serves yet."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ class OwnServer:
     async def _ask(self) -> bool:
         if self.uds:
             reader, writer = await asyncio.open_unix_connection(
-                self.uds, ssl=self._context(), server_hostname=self._name
+                self.uds, ssl=self.context(), server_hostname=self._name
             )
         else:
-            host = (self.host or "").strip("[]")
             reader, writer = await asyncio.open_connection(
-                _LOOPBACK.get(host, host), self.port, ssl=self._context(), server_hostname=self._name
+                self.address, self.port, ssl=self.context(), server_hostname=self._name
             )
         try:
             writer.write(_REQUEST)
@@ -55,10 +54,17 @@ class OwnServer:
         return int(status[1]) < 500
 
     @property
+    def address(self) -> str:
+        """Where it can be reached from this host, unless it has a Unix socket."""
+        host = (self.host or "").strip("[]")
+        return _LOOPBACK.get(host, host)
+
+    @property
     def _name(self) -> str | None:
         return "localhost" if self.tls else None
 
-    def _context(self) -> ssl.SSLContext | None:
+    def context(self) -> ssl.SSLContext | None:
+        """How to speak TLS with it; None if it does not."""
         if not self.tls:
             return None
         # This process asks itself: there is nobody to authenticate, and its certificate names another host.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_pd.agent.identity import advertise_url, own_ip
@@ -32,6 +32,9 @@ class RuntimeConfig:
         loras, lora_paths: names of LoRA adapters known at start, and where each of them is.
         kv_events: whether the engine publishes its KV events for the block index.
         rendering: flags that decide how chats become prompts.
+        api_key: one that the server accepts; empty when it wants none.
+        asks_certificate: whether the server wants its clients to show one.
+        prefill_budget_tokens: of prefill jobs claimed at a time; 0: from the size of the engine's batches.
     """
 
     store: str
@@ -52,6 +55,9 @@ class RuntimeConfig:
     lora_paths: tuple[str, ...] = ()
     kv_events: bool = False
     rendering: Rendering = Rendering()
+    api_key: str = field(default="", repr=False)
+    asks_certificate: bool = False
+    prefill_budget_tokens: int = 0
 
     def url(self) -> str:
         """The advertised base URL.

@@ -20,12 +20,13 @@ from vllm_pd.agent.agent import Agent
 from vllm_pd.agent.event_sources import event_endpoints
 from vllm_pd.agent.identity import new_epoch, pool_spec, worker_id
 from vllm_pd.agent.kv_event_source import EventEndpoints
+from vllm_pd.agent.prefill_rules import budget_tokens
 from vllm_pd.agent.readiness import OwnServer
 from vllm_pd.agent.runtime import RuntimeConfig
-from vllm_pd.agent.spec import AgentSpec
+from vllm_pd.agent.spec import AgentSpec, PrefillSpec
 from vllm_pd.agent.tokenizer_files import served_tokenizer_files
 from vllm_pd.state.base import WorkerRecord
-from vllm_pd.state.open_registry import open_block_index, open_registry
+from vllm_pd.state.open_registry import open_block_index, open_prefill_queue, open_registry
 
 logger = logging.getLogger("vllm.vllm_pd")
 
@@ -67,7 +68,7 @@ class PDStatLogger(compat.AggregateStatLoggerBase):  # type: ignore[misc]
             agent_spec(config, self._vllm_config, self._engines),
             lambda: open_registry(config.store, config.namespace, timeout_s=STORE_TIMEOUT_S),
             lambda: open_block_index(config.store, config.namespace, timeout_s=STORE_TIMEOUT_S),
-            OwnServer(host=config.host, port=config.port, uds=config.uds, tls=config.tls).serves,
+            _own_server(config).serves,
         )
         _stop_at_shutdown(agent)
         agent.start()
@@ -80,6 +81,7 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
     rank = max(0, vllm_config.parallel_config._api_process_rank)
     vllm_version = compat.vllm_version()
     url = config.url()
+    prefill = _prefill_spec(config, vllm_config, engines)
     record = WorkerRecord(
         id=worker_id(url),
         epoch=new_epoch(),
@@ -92,6 +94,8 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
         engine_id=str(transfer.engine_id) if transfer is not None else "",
         nixl_host=config.nixl_host,
         nixl_port=config.nixl_port,
+        claims=prefill is not None,
+        asks_key=bool(config.api_key),
         by_priority=vllm_config.scheduler_config.policy == "priority",
         dp_size=engines,
         # The engine client has summed it over the engines it talks to.
@@ -109,6 +113,33 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
         lease_s=config.lease_s,
         event_sources=functools.partial(_event_sources, vllm_config) if config.kv_events else dict,
         load_tokenizer=functools.partial(served_tokenizer_files, model, config.rendering),
+        prefill=prefill,
+    )
+
+
+def _own_server(config: RuntimeConfig) -> OwnServer:
+    return OwnServer(host=config.host, port=config.port, uds=config.uds, tls=config.tls)
+
+
+def _prefill_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> PrefillSpec | None:
+    """How this worker does jobs of the prefill queue; None if it does none."""
+    if not config.role.prefills or not config.nixl_host:
+        return None
+    if config.asks_certificate or (config.uds and config.tls):
+        logger.warning(
+            "vllm-pd: this worker takes no jobs from the prefill queue, since it cannot send them to its own server "
+            "(%s); routers send it prefill work directly.",
+            "which wants certificates of its clients" if config.asks_certificate else "TLS on a Unix socket",
+        )
+        return None
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    return PrefillSpec(
+        open_queue=functools.partial(open_prefill_queue, config.store, config.namespace, timeout_s=STORE_TIMEOUT_S),
+        server=_own_server(config),
+        api_key=config.api_key,
+        budget_tokens=budget_tokens(config.prefill_budget_tokens, scheduler.max_num_batched_tokens, engines),
+        progress_known=parallel._api_process_count == 1,
+        grace_s=vllm_config.shutdown_timeout,
     )
 
 
@@ -136,4 +167,4 @@ def _stop_at_shutdown(agent: Agent) -> None:
         return original(self, *args, **kwargs)
 
     compat.AsyncLLM.shutdown = shutdown_after_agent
-    atexit.register(agent.stop)
+    atexit.register(functools.partial(agent.stop, wait_for_jobs=True))

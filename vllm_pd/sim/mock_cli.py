@@ -103,6 +103,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--speed", type=float, default=1.0, metavar="X", help="so many times as fast; default: %(default)s"
     )
     engine.add_argument("--no-kv-events", action="store_true", help="publish no KV events")
+    engine.add_argument("--no-claims", action="store_true", help="take no jobs from the store's prefill queue")
+    engine.add_argument(
+        "--prefill-budget-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of jobs claimed at a time; default: two batches",
+    )
     engine.add_argument("--seed", type=int, default=0, help="of which events are dropped")
     parser.add_argument("--fault", action="append", default=[], metavar="NAME[=VALUE]", help="see below")
     parser.set_defaults(run=run)
@@ -162,6 +170,8 @@ async def _serve(args: argparse.Namespace) -> None:
         namespace=args.namespace,
         lease_s=args.lease or DEFAULT_LEASE_S,
         kv_events=not args.no_kv_events,
+        claims=not args.no_claims,
+        prefill_budget_tokens=max(0, args.prefill_budget_tokens),
         seed=args.seed,
     )
     _allow_files(args.count * _FILES_PER_WORKER)

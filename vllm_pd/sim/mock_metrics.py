@@ -34,6 +34,14 @@ def metrics_page(worker: MockWorker) -> str:
     page.histogram("vllm:time_to_first_token_seconds", counters.ttft)
     for tier in (Tier.GPU, Tier.CPU, Tier.SSD):
         page.add("vllm_pd_mock_blocks", "gauge", {"": worker.blocks.count(tier)}, tier=str(tier.name).lower())
+    if (prefill := worker.prefill_stats) is not None:
+        page.add(
+            "vllm_pd_agent_prefill_claimed", "counter", {"_total": prefill.claimed - prefill.stolen}, stolen="false"
+        )
+        page.add("vllm_pd_agent_prefill_claimed", "counter", {"_total": prefill.stolen}, stolen="true")
+        for how, count in prefill.ended.items():
+            page.add("vllm_pd_agent_prefill_ended", "counter", {"_total": count}, how=how)
+        page.add("vllm_pd_agent_prefill_claimed_tokens", "gauge", {"": prefill.tokens})
     return page.text()
 
 

@@ -14,7 +14,10 @@ import zmq
 
 from vllm_pd.agent.agent import Agent
 from vllm_pd.agent.kv_event_source import EventEndpoints
-from vllm_pd.agent.spec import AgentSpec
+from vllm_pd.agent.prefill_rules import budget_tokens
+from vllm_pd.agent.prefill_runner import RunnerStats
+from vllm_pd.agent.readiness import OwnServer
+from vllm_pd.agent.spec import AgentSpec, PrefillSpec
 from vllm_pd.block_hash import BlockHash, BlockHasher, Lora, extra_keys
 from vllm_pd.errors import PDError
 from vllm_pd.settings import DEFAULT_LEASE_S
@@ -27,6 +30,7 @@ from vllm_pd.sim.timing import TimingModel
 from vllm_pd.sim.work import EngineConfig, Work
 from vllm_pd.state.base import Epoch, PoolSpec, Registry, Role, WorkerId, WorkerRecord
 from vllm_pd.state.block_index import BlockIndex
+from vllm_pd.state.prefill_queue import PrefillQueue
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +57,12 @@ class MockConfig:
     namespace: str = "default"
     lease_s: float = DEFAULT_LEASE_S
     kv_events: bool = True
+    claims: bool = True
+    """Whether those that prefill take jobs from the store's prefill queue."""
+    prefill_budget_tokens: int = 0
+    """Of jobs claimed at a time; 0: twice the engine's batch."""
+    grace_s: float = 1.0
+    """How long jobs may go on when the worker is stopped."""
     seed: int = 0
 
 
@@ -259,11 +269,19 @@ class MockWorker:
 
     # The store.
 
-    def register(self, registry: Registry, index: BlockIndex) -> None:
-        """Begin to be in the store. Registry and index may be shared, and stay open."""
+    def register(self, registry: Registry, index: BlockIndex, queue: PrefillQueue) -> None:
+        """Begin to be in the store. What is given may be shared, and stays open."""
         config = self.config
         loras = config.loras
         address = self.url.rpartition("//")[2]
+        host, _, port = address.rpartition(":")
+        prefill = PrefillSpec(
+            open_queue=lambda: _Shared(queue),
+            server=OwnServer(host=host, port=int(port)),
+            budget_tokens=budget_tokens(config.prefill_budget_tokens, config.engine.max_num_batched_tokens, 1),
+            grace_s=config.grace_s,
+        )
+        claims = config.claims and self.role.prefills
         record = WorkerRecord(
             id=WorkerId(address),
             epoch=Epoch(time.time_ns() // 1_000_000),
@@ -283,8 +301,9 @@ class MockWorker:
             loras=tuple(lora.name for lora in loras),
             lora_paths=tuple(lora.path for lora in loras),
             engine_id=self.engine_id,
-            nixl_host=address.rpartition(":")[0],
-            nixl_port=int(address.rpartition(":")[2]),
+            nixl_host=host,
+            nixl_port=int(port),
+            claims=claims,
             kv_blocks=config.engine.gpu_blocks,
             max_model_len=config.max_model_len,
             by_priority=config.engine.scheduling_policy == "priority",
@@ -297,6 +316,7 @@ class MockWorker:
             lease_s=config.lease_s,
             event_sources=lambda: {} if endpoints is None else {0: endpoints},
             load_tokenizer=lambda: self.tokenizer.files,
+            prefill=prefill if claims else None,
         )
         agent = self._agent = Agent(spec, lambda: _Shared(registry), lambda: _Shared(index), _serves)
         self._agent_task = asyncio.create_task(self._run_agent(agent))
@@ -313,6 +333,11 @@ class MockWorker:
         if self._agent is not None and not self.dead:
             self._agent.observe(0, engine.running, engine.waiting, engine.kv_usage)
 
+    @property
+    def prefill_stats(self) -> RunnerStats | None:
+        """What it has done of the prefill queue; None when it takes nothing from it."""
+        return self._agent.prefill_stats if self._agent is not None else None
+
     # The end.
 
     def die(self) -> None:
@@ -327,7 +352,7 @@ class MockWorker:
         if self._agent is None or self._agent_task is None:
             return
         self._agent.stop()
-        await asyncio.wait((self._agent_task,), timeout=_WITHDRAW_S)
+        await asyncio.wait((self._agent_task,), timeout=_WITHDRAW_S + self.config.grace_s)
         self._agent_task.cancel()
         await asyncio.gather(self._agent_task, return_exceptions=True)
 
@@ -346,7 +371,7 @@ async def _serves() -> bool:
 
 
 class _Shared:
-    """A registry or an index that others use, too: closing it is not for one of them."""
+    """A registry, an index or a queue that others use, too: closing it is not for one of them."""
 
     def __init__(self, shared: Any) -> None:
         self._shared = shared
