@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_pd import __version__, explain_cli, serve_flags, store_cli
+from vllm_pd import __version__, explain_cli, queue_cli, serve_flags, store_cli
 from vllm_pd.console import add_store_flags, print_table, store_settings
 from vllm_pd.errors import PDError
 from vllm_pd.settings import load_worker_settings
@@ -24,6 +24,7 @@ EXAMPLES = """examples:
   vllm-pd simulate TRACE --workers 4,8                how a policy and a number of workers would do
   vllm-pd mock-worker --count 4 --store URL           workers without a model, for tests and load
   vllm-pd store check                                 whether the index of KV blocks is what the workers say they hold
+  vllm-pd queue ls                                    what waits for prefill, and who has what
 """
 
 
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     workers.set_defaults(run=_workers)
 
     store_cli.add_parser(commands)
+    queue_cli.add_parser(commands)
     explain_cli.add_parser(commands)
     sim_cli.add_parser(commands)
     mock_cli.add_parser(commands)

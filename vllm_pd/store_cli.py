@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm_pd.console import add_store_flags, print_table, store_settings
+from vllm_pd.console import Pool, add_pool_flag, add_store_flags, nobody, pools_of, print_table, store_settings
 from vllm_pd.errors import SettingsError
-from vllm_pd.settings import WorkerSettings
-from vllm_pd.state.base import PoolId, WorkerState
 from vllm_pd.state.block_index import BlockIndex, IndexStats, Tier
 from vllm_pd.state.index_check import CacheCheck, Verdict, check_pool
 from vllm_pd.state.open_registry import open_block_index, open_registry
@@ -27,21 +23,7 @@ _EXAMPLES = """examples:
 exit code: 0 fine, 1 no store, no worker, or the index is not right, 2 a wrong setting"""
 # A command may wait longer than a router: a person watches it.
 _TIMEOUT_S = 5.0
-_POOL_ID = re.compile(r"[0-9a-f]{16}")
 _TIERS = (Tier.GPU, Tier.CPU, Tier.SSD)
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """A pool and its live workers."""
-
-    id: PoolId
-    workers: tuple[WorkerState, ...]
-
-    @property
-    def model(self) -> str:
-        """The model of its workers; empty when none lives."""
-        return self.workers[0].record.pool.model if self.workers else ""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,9 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     ):
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_store_flags(action)
-        action.add_argument(
-            "--pool", type=_pool_id, metavar="ID", help="only this pool; default: those of all live workers"
-        )
+        add_pool_flag(action)
         if name == "clear":
             action.add_argument("--yes", action="store_true", help="really do it")
         else:
@@ -152,7 +132,7 @@ def _for_each_pool(
         registry = open_registry(settings.store, settings.namespace, timeout_s=_TIMEOUT_S)
         index = open_block_index(settings.store, settings.namespace, timeout_s=_TIMEOUT_S)
         try:
-            pools = _pools((await registry.snapshot()).workers, args.pool)
+            pools = pools_of((await registry.snapshot()).workers, args.pool)
             return [(pool, await call(index, pool)) for pool in pools]
         finally:
             await registry.close()
@@ -160,19 +140,8 @@ def _for_each_pool(
 
     found = asyncio.run(run())
     if not found:
-        print(_nobody(settings), file=sys.stderr)
+        print(nobody(settings), file=sys.stderr)
     return found
-
-
-def _pools(workers: Sequence[WorkerState], only: PoolId | None) -> list[Pool]:
-    by_pool: dict[PoolId, list[WorkerState]] = {only: []} if only is not None else {}
-    for worker in workers:
-        by_pool.setdefault(worker.record.pool.id, []).append(worker)
-    return [Pool(id, tuple(members)) for id, members in sorted(by_pool.items()) if only in (None, id)]
-
-
-def _nobody(settings: WorkerSettings) -> str:
-    return f"No worker is registered in namespace {settings.namespace!r}; a pool without one can be named with --pool."
 
 
 def _stats_json(pool: Pool, stats: IndexStats) -> dict[str, Any]:
@@ -208,12 +177,6 @@ def _check_json(pool: Pool, check: CacheCheck) -> dict[str, Any]:
         "stated": {str(tier.name).lower(): check.blocks(tier)[0] for tier in _TIERS},
         "found": {str(tier.name).lower(): check.blocks(tier)[1] for tier in _TIERS},
     }
-
-
-def _pool_id(text: str) -> PoolId:
-    if not _POOL_ID.fullmatch(text):
-        raise argparse.ArgumentTypeError("a pool is named by 16 hex digits")
-    return PoolId(text)
 
 
 def _mib(size: int) -> str:
