@@ -21,6 +21,9 @@ class Placed:
     ask: Ask
     prompt: PromptBlocks
     choice: Choice
+    lead: int = 0
+    """For a prefill leg: blocks of the prompt that this engine has, or will have, more than any other that could take
+    it. Below 0: another one has more."""
 
     @property
     def predicted_cached(self) -> int:
@@ -84,10 +87,10 @@ class Attempt:
         """The prompt has been computed elsewhere, and the request is sent to this engine now."""
         self.placed.engine.prefilled(self._name, self._clock())
 
-    def first_byte(self) -> None:
-        """The answer's body has begun."""
+    def first_byte(self, took: float | None = None) -> None:
+        """The answer's body has begun. `took`: seconds since the engine got the request, if it has said so."""
         if not self._silent:
-            self.placed.engine.first_token(self._name, self._clock())
+            self.placed.engine.first_token(self._name, self._clock(), took)
 
     def end(self, output_tokens: int = 0) -> None:
         """It has ended, in whatever way. Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_pd.router.decision import Reason
@@ -15,8 +16,8 @@ SHOWN = 8
 _MAX_NAME = 80
 
 
-def decision_header(record: DecisionRecord) -> str:
-    """Compact JSON in ASCII; times in milliseconds.
+def decision_header(record: DecisionRecord, prefilled: Mapping[str, str | None] | None = None) -> str:
+    """Compact JSON in ASCII; times in milliseconds. `prefilled`: what became of the prefill leg, once that is known.
 
     Candidates are lists of worker, blocks on GPU, CPU and SSD, milliseconds to the first token, score.
     """
@@ -39,6 +40,7 @@ def decision_header(record: DecisionRecord) -> str:
     if outcome.prefillers:
         value["prefill_count"] = len(outcome.prefillers)
         value["prefill_candidates"] = _best(outcome.prefillers)
+    value |= prefilled or {}
     # Unlike msgspec's, this JSON is ASCII only, as a header must be.
     return json.dumps(value, separators=(",", ":"))
 

@@ -108,23 +108,32 @@ def own_priority(in_body: Any, in_header: str | None) -> Any:
         return in_body
 
 
-def prioritised_body(body: bytes, own: Any, turn: int) -> bytes:
-    """The same with a `priority` as the last member, which wins: first what the client asks for, then the turn.
+def combined_priority(own: Any, turn: int) -> int | None:
+    """First what the client asks for, then the turn; None if they cannot be combined.
 
     Engines take the lowest first. A client's priority ranks its requests among all those of the cluster, of which most
-    name none and have 0; among equals the turn decides. One that cannot be combined with it stays as it is.
+    name none and have 0; among equals the turn decides.
 
     Args:
-        body: a JSON object with members.
         own: the client's priority, UNSET if it named none.
         turn: milliseconds since 1970.
     """
     if own is UNSET:
         own = 0
-    if not isinstance(own, int) or abs(own) > MAX_PRIORITY:
+    return own * PRIORITY_STEP + turn if isinstance(own, int) and abs(own) <= MAX_PRIORITY else None
+
+
+def prioritised_body(body: bytes, own: Any, turn: int) -> bytes:
+    """The same with a `combined_priority` as the last member, which wins; unchanged where that is none.
+
+    Args:
+        body: a JSON object with members.
+    """
+    priority = combined_priority(own, turn)
+    if priority is None:
         return body
     end = body.rindex(b"}")
-    return b"".join((body[:end], b',"priority":%d' % (own * PRIORITY_STEP + turn), body[end:]))
+    return b"".join((body[:end], b',"priority":%d' % priority, body[end:]))
 
 
 def decode_body(body: bytes, params: bytes) -> bytes:

@@ -4,41 +4,76 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from enum import StrEnum
 from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
 
+from vllm_pd.holds import new_key
 from vllm_pd.router.attempt import Placed
 from vllm_pd.router.call import Call
 from vllm_pd.router.decode_leg import computed
 from vllm_pd.router.directory import Directory
-from vllm_pd.router.leg_request import leg_headers, with_turn
+from vllm_pd.router.leg_request import RANK_HEADER, leg_headers, with_turn
 from vllm_pd.router.legs import prefill_body, transfer_params
 from vllm_pd.router.metrics import status_name
 from vllm_pd.router.placement import Placer
+from vllm_pd.router.release import Hold, Releases
 from vllm_pd.router.settings import RouterSettings
-from vllm_pd.router.transport import ConnectFailed, FirstByteTimeout, Upstream, UpstreamError, UpstreamResponse
+from vllm_pd.router.transport import (
+    ConnectFailed,
+    FirstByteTimeout,
+    Headers,
+    Upstream,
+    UpstreamError,
+    UpstreamResponse,
+    header,
+)
+from vllm_pd.router.worker import Worker
+from vllm_pd.routing.queue_rule import Failure
 from vllm_pd.state.base import PoolId, WorkerId
 
 MAX_PREFILL_ANSWER = 64 * 1024 * 1024
 """Bytes. Transfer parameters list every block of the prompt, so long prompts have long answers."""
-CONNECT = "connect"
-"""The failure after which another worker may be tried at once: the first saw nothing of the request."""
 
 
-@dataclass(frozen=True, slots=True)
+class Way(StrEnum):
+    """How prefill work gets to a worker."""
+
+    DIRECT = "direct"
+    QUEUE = "queue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOutcome:
     """How a prefill leg ended."""
 
+    way: Way = Way.DIRECT
+    stream: str = ""
+    """Of the queue: the worker for which it waited, or `shared`."""
     failure: str = ""
-    """Why it failed, as a metric's label; empty on success."""
+    """Why it failed, as a metric's label: a `Failure` or an answer's status; empty on success."""
+    retry_after: int = 1
+    """Seconds, where it is worth trying again."""
     params: bytes | None = None
     """Transfer parameters as raw JSON: what the decode worker reads the blocks by."""
     worker: WorkerId | None = None
     """Who computed it."""
     pool: PoolId | None = None
     """Whose workers may read the blocks."""
+    hold: Hold | None = None
+    """The blocks. To be released if no decode worker is ever sent the parameters."""
+
+    @property
+    def account(self) -> dict[str, str | None]:
+        """For an explanation."""
+        return {
+            "way": self.way,
+            "stream": self.stream or None,
+            "prefilled_on": self.worker,
+            "prefill_failure": self.failure or None,
+        }
 
 
 class PrefillDispatch(Protocol):
@@ -52,22 +87,32 @@ class PrefillDispatch(Protocol):
 class DirectPrefill:
     """The router sends the work to the placed worker itself."""
 
-    def __init__(self, settings: RouterSettings, directory: Directory, upstream: Upstream, placer: Placer) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        directory: Directory,
+        upstream: Upstream,
+        placer: Placer,
+        releases: Releases,
+    ) -> None:
         self._settings = settings
         self._directory = directory
         self._upstream = upstream
         self._placer = placer
+        self._releases = releases
 
     async def run(self, call: Call, placed: Placed) -> PrefillOutcome:
         worker = placed.worker
         try:
-            body = prefill_body(call.body)
+            body = prefill_body(call.body, key := new_key())
         except msgspec.MsgspecError:
-            return PrefillOutcome("unreadable_body")
+            return PrefillOutcome(failure=Failure.UNREADABLE)
         headers = leg_headers(self._settings, call, placed, f"{call.id}-prefill")
         headers = [pair for pair in headers if pair[0].lower() != "accept-encoding"]
         deadline = self._settings.prefill_timeout
+        hold = self._hold(worker, key, headers)
         answer: UpstreamResponse | None = None
+        outcome: PrefillOutcome | None = None
         attempt = self._placer.begin(placed)
         try:
             body, headers = with_turn(body, headers, attempt, call)
@@ -77,21 +122,35 @@ class DirectPrefill:
                 content = await answer.read(MAX_PREFILL_ANSWER, deadline)
             if answer.status == HTTPStatus.OK:
                 attempt.first_byte()
+                computed(self._placer, attempt, call)
+            outcome = _outcome(worker, answer.status, content, hold)
         except ConnectFailed as e:
             self._directory.note_failure(worker, str(e))
-            return PrefillOutcome(CONNECT)
+            outcome = PrefillOutcome(failure=Failure.CONNECT)
         except (FirstByteTimeout, TimeoutError):
-            return PrefillOutcome("timeout")
+            return PrefillOutcome(failure=Failure.TIMEOUT)
         except UpstreamError:
-            return PrefillOutcome("disconnect")
+            return PrefillOutcome(failure=Failure.DISCONNECT)
         finally:
             attempt.end()
             if answer is not None:
                 answer.close()
-        if answer.status != 200:
-            return PrefillOutcome(status_name(answer.status))
-        computed(self._placer, attempt, call)
-        params = transfer_params(content)
-        if params is None:
-            return PrefillOutcome("no_params")
-        return PrefillOutcome(params=params, worker=worker.id, pool=worker.pool)
+            if outcome is None:
+                # Also where this task is cancelled: it may have been computed all the same.
+                self._releases.release(hold)
+        return outcome
+
+    def _hold(self, worker: Worker, key: str, headers: Headers) -> Hold:
+        rank = header(headers, RANK_HEADER.lower()) or ""
+        own = "" if self._settings.worker_api_key else header(headers, "authorization") or ""
+        return Hold(worker.record, key, int(rank) if rank.isdigit() else None, own)
+
+
+def _outcome(worker: Worker, status: int, content: bytes, hold: Hold) -> PrefillOutcome:
+    """What a complete answer means."""
+    if status != HTTPStatus.OK:
+        return PrefillOutcome(failure=status_name(status))
+    params = transfer_params(content)
+    if params is None:
+        return PrefillOutcome(failure=Failure.NO_PARAMS)
+    return PrefillOutcome(params=params, worker=worker.id, pool=worker.pool, hold=hold)

@@ -19,9 +19,14 @@ from vllm_pd.router.directory import Directory
 from vllm_pd.router.explanation import DECISION_HEADER, decision_header
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.placement import Placement, Placer
-from vllm_pd.router.prefill_leg import CONNECT, PrefillDispatch
+from vllm_pd.router.prefill_leg import PrefillDispatch, PrefillOutcome
+from vllm_pd.router.queue_metrics import DispatchMetrics
+from vllm_pd.router.release import Releases
 from vllm_pd.router.replies import send_error
+from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import ClientReply, ClientRequest
+from vllm_pd.routing.queue_rule import Failure, refusal
+from vllm_pd.routing.record import DecisionRecord
 
 MAX_PREFILL_ATTEMPTS = 2
 
@@ -33,6 +38,9 @@ class Proxy:
 
     def __init__(
         self,
+        settings: RouterSettings,
+        releases: Releases,
+        dispatched: DispatchMetrics,
         directory: Directory,
         calls: CallReader,
         placer: Placer,
@@ -41,6 +49,9 @@ class Proxy:
         continuation: Continuation,
         metrics: RouterMetrics,
     ) -> None:
+        self._settings = settings
+        self._releases = releases
+        self._dispatched = dispatched
         self._directory = directory
         self._calls = calls
         self._placer = placer
@@ -64,11 +75,16 @@ class Proxy:
             # They have changed their roles while the prompt was read.
             await send_error(call.reply, 503, nothing_decodes(self._directory, call.demand.model))
             return
+        outcome: PrefillOutcome | None = None
         try:
             self._planned(call, placement)
             if placement.prefill is not None:
                 self._metrics.split.inc()
-                await self._prefill(call, placement.prefill)
+                outcome = await self._prefill(call, placement.prefill, placement.record)
+                status = refusal(outcome.failure, strict=self._settings.require_prefill) if outcome.failure else None
+                if status is not None:
+                    await self._refuse(call, status, outcome)
+                    return
             else:
                 self._metrics.bypass[placement.reason].inc()
                 _log.debug("%s goes whole: %s", call.id, placement.reason)
@@ -76,6 +92,13 @@ class Proxy:
         finally:
             if call.reserved is not None:
                 call.reserved.end()
+            if outcome is not None and outcome.hold is not None and not call.handed:
+                self._releases.release(outcome.hold)
+
+    async def _refuse(self, call: Call, status: int, outcome: PrefillOutcome) -> None:
+        """The prefill leg failed, and decode workers may not do its work."""
+        again = [("Retry-After", str(outcome.retry_after))] if status == 503 else []
+        await send_error(call.reply, status, _why_refused(outcome, self._settings), [*call.extra, *again])
 
     def _planned(self, call: Call, placement: Placement) -> None:
         """Count the planned decode leg, or the whole request, on its engine."""
@@ -88,17 +111,20 @@ class Proxy:
             call.extra = [(DECISION_HEADER, text)]
             _log.debug("%s %s", call.id, text)
 
-    async def _prefill(self, call: Call, placed: Placed) -> None:
+    async def _prefill(self, call: Call, placed: Placed, record: DecisionRecord | None) -> PrefillOutcome:
         """Run the prefill leg, first as planned. `call.params` is set on success; without, the request goes whole."""
         began = time.monotonic()
         for _ in range(MAX_PREFILL_ATTEMPTS):
             outcome = await self._dispatch.run(call, placed)
             failure = outcome.failure
+            self._dispatched.ended(outcome.way, failure or "done")
+            if record is not None:
+                call.extra = [(DECISION_HEADER, decision_header(record, outcome.account))]
             if not failure:
                 call.params, call.prefilled_on, call.prefilled_pool = outcome.params, outcome.worker, outcome.pool
                 break
             _log.debug("%s prefill on %s failed: %s", call.id, placed.worker.id, failure)
-            if failure != CONNECT:
+            if failure != Failure.CONNECT:
                 break
             call.tried.add(placed.worker.id)
             other = self._placer.place(call.demand, call.workers, split=True, exclude=call.tried)
@@ -107,9 +133,25 @@ class Proxy:
             assert call.reserved is not None
             call.reserved.end()
             self._planned(call, other)
-            placed = other.prefill
+            placed, record = other.prefill, other.record
         call.prefill_took = time.monotonic() - began
         if failure:
             self._metrics.prefill_fallback.labels(failure).inc()
         else:
             self._metrics.prefill_seconds.observe(call.prefill_took)
+        return outcome
+
+
+def _why_refused(outcome: PrefillOutcome, settings: RouterSettings) -> str:
+    """One sentence: cause and remedy."""
+    sentences: dict[str, str] = {
+        Failure.QUEUE_FULL: "The prefill queue is full; add prefill workers, or come again later",
+        Failure.UNCLAIMED: f"No prefill worker took the prompt within {settings.queue_timeout:g} s; add prefill "
+        "workers, or raise --queue-timeout",
+        Failure.TIMEOUT: f"The prompt was not computed within {settings.prefill_timeout:g} s; add prefill workers, or "
+        "raise --prefill-timeout",
+        Failure.CONNECT: "The prefill workers take no connections; check that they are running",
+    }
+    unforeseen = f"The prompt could not be computed by a prefill worker ({outcome.failure}); see the workers' logs"
+    why = sentences.get(outcome.failure, unforeseen)
+    return f"{why}. Decode workers do not stand in because of --require-prefill."

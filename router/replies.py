@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.router.transport import ClientReply, Headers
+from vllm_pd.router.transport import ClientReply, Headers, header
 
 _ERROR_TYPES = {
     400: "BadRequestError",
@@ -41,6 +41,6 @@ async def send_json(reply: ClientReply, status: int, value: Any, extra: Headers 
 async def send_error(reply: ClientReply, status: int, message: str, extra: Headers | None = None) -> None:
     """A complete error answer. `message` is one sentence: cause and remedy."""
     headers = list(extra or [])
-    if status == 503:
+    if status == 503 and header(headers, "retry-after") is None:
         headers.append(("Retry-After", "1"))
     await send_json(reply, status, error_object(status, message), headers)

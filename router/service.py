@@ -28,12 +28,17 @@ from vllm_pd.router.inflight import InflightPublisher
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.model_folder import read_tokenizer_files
 from vllm_pd.router.placement import Placer
-from vllm_pd.router.prefill_leg import DirectPrefill
+from vllm_pd.router.prefill_leg import DirectPrefill, PrefillDispatch, Way
 from vllm_pd.router.prompt_blocks import PromptHasher
 from vllm_pd.router.prompt_reading import PromptReader
 from vllm_pd.router.proxy import Proxy
+from vllm_pd.router.queue_metrics import DispatchMetrics, QueueCollector
+from vllm_pd.router.queue_watch import INTERVAL_S as QUEUE_INTERVAL_S
+from vllm_pd.router.queue_watch import QueueWatch
+from vllm_pd.router.queued_prefill import QueuedPrefill
 from vllm_pd.router.readiness import Readiness
 from vllm_pd.router.relay import Relay
+from vllm_pd.router.release import Releases
 from vllm_pd.router.repeat import repeat
 from vllm_pd.router.retry_budget import RetryBudget
 from vllm_pd.router.self_check import SelfCheck
@@ -46,7 +51,8 @@ from vllm_pd.router.transport import HttpServer, Upstream
 from vllm_pd.router.worker import Worker
 from vllm_pd.state.base import Registry
 from vllm_pd.state.block_index import BlockIndex
-from vllm_pd.state.open_registry import open_block_index, open_registry
+from vllm_pd.state.open_registry import open_block_index, open_prefill_queue, open_registry
+from vllm_pd.state.prefill_queue import PrefillQueue
 
 STORE_INTERVAL_S = 0.5
 STORE_TIMEOUT_S = 1.0
@@ -62,7 +68,7 @@ class RouterService:
     """Make it anywhere; call its methods inside one event loop.
 
     Args:
-        registry, index: instead of those behind `settings.store`.
+        registry, index, queue: instead of those behind `settings.store`.
         clock: monotonic seconds.
         refresh_s: seconds between two looks at the store, 0.5 if None; between two at static workers four times that.
 
@@ -76,6 +82,7 @@ class RouterService:
         *,
         registry: Registry | None = None,
         index: BlockIndex | None = None,
+        queue: PrefillQueue | None = None,
         clock: Callable[[], float] = time.monotonic,
         refresh_s: float | None = None,
     ) -> None:
@@ -84,8 +91,10 @@ class RouterService:
         if registry is None and settings.store:
             registry = open_registry(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
             index = open_block_index(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
+            queue = open_prefill_queue(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
         self._registry = registry
         self._index = index if settings.index else None
+        self._queue = queue if settings.prefill_dispatch == Way.QUEUE else None
         try:
             self._tls = tls_context(settings.worker_ca, settings.worker_insecure)
         except OSError as e:  # ssl.SSLError is one
@@ -103,6 +112,8 @@ class RouterService:
         self._announcements: Announcements | None = None
         self._prompts: PromptReader | None = None
         self._upstream: Upstream | None = None
+        self._releases: Releases | None = None
+        self._queue_watch: QueueWatch | None = None
         self._server: HttpServer | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self.port = 0
@@ -134,10 +145,27 @@ class RouterService:
         calls = CallReader(settings, self.directory, self._prompts)
         relay = Relay(settings, self.metrics)
         decode = DecodeLeg(settings, self.directory, upstream, placer, relay, self.metrics)
-        dispatch = DirectPrefill(settings, self.directory, upstream, placer)
+        releases = self._releases = Releases(upstream, self.metrics, worker_key=settings.worker_api_key)
+        dispatch: PrefillDispatch = DirectPrefill(settings, self.directory, upstream, placer, releases)
+        dispatched = DispatchMetrics(self.metrics.registry)
+        if self._queue is not None:
+            queues = self._queue_watch = QueueWatch(self._queue, self.directory, releases, self._id, self._clock)
+            dispatch = QueuedPrefill(settings, self.directory, placer, queues, dispatch, dispatched)
+            self.metrics.registry.register(QueueCollector(lambda: queues.pools))
         budget = RetryBudget(RETRY_RATIO, RETRY_FLOOR, self._clock)
         continuation = Continuation(settings, self.directory, upstream, self._prompts, budget, self.metrics)
-        proxy = Proxy(self.directory, calls, placer, dispatch, decode, continuation, self.metrics)
+        proxy = Proxy(
+            settings,
+            releases,
+            dispatched,
+            self.directory,
+            calls,
+            placer,
+            dispatch,
+            decode,
+            continuation,
+            self.metrics,
+        )
         readiness = Readiness(
             self.directory,
             None if settings.serve_before_index else self.watch,
@@ -167,6 +195,9 @@ class RouterService:
             publisher = InflightPublisher(self._registry, self.directory, self._id, self._clock)
             self._watchers.append(asyncio.create_task(store.run()))
             self._watchers.append(asyncio.create_task(repeat(publisher.refresh, INFLIGHT_INTERVAL_S)))
+        if self._queue_watch is not None:
+            interval = min(self._refresh_s, QUEUE_INTERVAL_S)
+            self._watchers.append(asyncio.create_task(repeat(self._queue_watch.refresh, interval)))
         if check is not None:
             self._watchers.append(asyncio.create_task(repeat(partial(self._check, check), CHECK_INTERVAL_S)))
         if settings.workers:
@@ -195,16 +226,17 @@ class RouterService:
             await server.stop()
         watchers, self._watchers = self._watchers, []
         await end_tasks(watchers)
-        if self.watch is not None:
-            await self.watch.close()
+        for background in (self.watch, self._queue_watch, self._releases):
+            if background is not None:
+                await background.close()
         if self._prompts is not None:
             self._prompts.close()
         await self._tokenizers.close()
         upstream, self._upstream = self._upstream, None
         if upstream is not None:
             await upstream.close()
-        stores = [store for store in (self._registry, self._index) if store is not None]
-        self._registry = self._index = None
+        stores = [store for store in (self._registry, self._index, self._queue) if store is not None]
+        self._registry = self._index = self._queue = None
         for store in stores:
             try:
                 async with asyncio.timeout(CLOSE_DEADLINE_S):

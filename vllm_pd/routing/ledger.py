@@ -258,14 +258,19 @@ class EngineLedger:
         if entry is not None:
             entry.since = now
 
-    def first_token(self, request: Hashable, now: float) -> None:
-        """The first byte of its answer came. Ignored for a name that is unknown or had its first token."""
+    def first_token(self, request: Hashable, now: float, took: float | None = None) -> None:
+        """The first byte of its answer came. Ignored for a name that is unknown or had its first token.
+
+        `took`: seconds since the engine got the request, where that was later than it was counted here.
+        """
         entry = self._remote.pop(request, None)
         if entry is not None:
             self._speed.observe_transfer(entry.missing, now - entry.since)
         else:
             if request not in self._queue:
                 return
+            if took is not None:
+                self._busy_since = max(self._busy_since, now - took)
             self._overtake(request, now)
             entry = self._leave_queue(request, now, computed=True)
             assert entry is not None
