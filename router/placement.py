@@ -177,7 +177,9 @@ class Placer:
     ) -> Placement:
         made, ask = decision.plan, asks[decision.pool]
         decode = _placed(demand, workers, ask, made.decode)
-        prefill = _placed(demand, workers, ask, made.prefill) if made.prefill is not None else None
+        prefill: Placed | None = None
+        if made.prefill is not None:
+            prefill = _placed(demand, workers, ask, made.prefill, _lead(ask, made.prefill))
         reason = demand.forbidden or _REASONS.get(made.reason)
         if reason is None:
             short = ask.ask.tokens < ask.ask.block_size
@@ -246,7 +248,18 @@ class Placer:
         announcements.sent(placed.engine.holder, placed.prompt.keys, attempt.announced)
 
 
-def _placed(demand: Demand, workers: Sequence[Worker], ask: PoolAsk, choice: Choice) -> Placed:
+def _lead(ask: PoolAsk, choice: Choice) -> int:
+    """See `Placed.lead`."""
+    best, overlaps = choice.best, ask.overlaps
+    others = (
+        overlaps[each.holder].blocks
+        for each in ask.prefillers
+        if each.holder in overlaps and each.holder != best.holder
+    )
+    return best.overlap.blocks + best.promised - max(others, default=0)
+
+
+def _placed(demand: Demand, workers: Sequence[Worker], ask: PoolAsk, choice: Choice, lead: int = 0) -> Placed:
     holder = choice.best.holder
     worker = next(worker for worker in workers if worker.id == holder.worker)
-    return Placed(worker, worker.engines[holder.rank], ask.ask, demand.prompt(ask.pool), choice)
+    return Placed(worker, worker.engines[holder.rank], ask.ask, demand.prompt(ask.pool), choice, lead)
