@@ -75,6 +75,7 @@ def _print(record: DecisionRecord, again: Outcome, reproduced: bool, others: Map
     print()
     to = f"prefill on {_name(outcome.prefill)}, answer from" if outcome.prefill is not None else "whole to"
     print(f"{to} {_name(outcome.decode)} ({outcome.choice}; {record.reason}), first token in {_ms(outcome.ttft)} ms")
+    print(_rule(record))
     if reproduced:
         print("made again from the record: the same")
     else:
@@ -94,6 +95,18 @@ def _print(record: DecisionRecord, again: Outcome, reproduced: bool, others: Map
                 for name, other in others.items()
             ],
         )
+
+
+def _rule(record: DecisionRecord) -> str:
+    rule, weighed = record.rule, record.outcome.weighed
+    limit = f", at most {rule.max_local_tokens} tokens locally" if rule.max_local_tokens else ""
+    text = f"rule {rule.name}{limit}"
+    if weighed is None:
+        return text
+    return (
+        f"{text}: everybody together waits {_ms(weighed.here)} ms if {_name(record.outcome.decode)} prefills itself, "
+        f"{_ms(weighed.there)} ms if another does, {_ms(weighed.transfer)} ms of it for the hand-over"
+    )
 
 
 def _pool(pool: PoolRecord) -> str:

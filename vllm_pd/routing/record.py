@@ -11,13 +11,14 @@ import msgspec
 from vllm_pd.errors import SettingsError
 from vllm_pd.routing import policies
 from vllm_pd.routing.decide import Decision, PoolAsk, decide
+from vllm_pd.routing.legs import Weighed
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Candidate, Overlap, Rates, Scored
 from vllm_pd.routing.policies.base import Policy
 from vllm_pd.routing.split_rule import SplitRule
 from vllm_pd.state.base import PoolId, Role, WorkerId
 from vllm_pd.state.block_index import Holder
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CandidateRecord(msgspec.Struct, frozen=True):
@@ -96,6 +97,8 @@ class Outcome(msgspec.Struct, frozen=True):
     ttft: float
     decoders: tuple[ScoredRecord, ...]
     prefillers: tuple[ScoredRecord, ...]
+    weighed: Weighed | None
+    """What the rule `auto` compared on that decode worker."""
 
     def same_as(self, other: Outcome) -> bool:
         """Whether both send the request to the same engines."""
@@ -222,6 +225,7 @@ def outcome_of(asks: Sequence[PoolAsk], decision: Decision) -> Outcome:
         made.ttft,
         _scored(made.decode.scored),
         _scored(made.prefill.scored) if made.prefill is not None else (),
+        made.weighed,
     )
 
 

@@ -40,7 +40,7 @@ class SplitRule:
     """A decode worker that lacks at most this many tokens of a prompt prefills itself, by every rule."""
     max_wait: float = field(default=0.0, metadata={"rules": (Disagg.AUTO, Disagg.THRESHOLD)})
     """Seconds: it also does if the prefill worker is predicted to begin later than that. 0: however long it takes."""
-    stall: float = field(default=1.0, metadata={"rules": (Disagg.AUTO,)})
+    stall: float = field(default=0.5, metadata={"rules": (Disagg.AUTO,)})
     """How much a second that one decoding sequence stands still counts against a second of a first token's time."""
     max_queue: float = field(default=2.0, metadata={"rules": (Disagg.DYNAMO_OLD,)})
     """Requests that wait for prefill workers, from which on decode workers prefill themselves."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from vllm_pd.routing.split_rule import DEFAULT_RULE, SplitRule
 from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.router import Placement, SimRouter
 from vllm_pd.sim.timing import TimingModel
@@ -28,6 +29,8 @@ class ClusterConfig:
     """That do both; with `prefill` and `decode` above 0 it is 0."""
     prefill: int = 0
     decode: int = 0
+    rule: SplitRule = DEFAULT_RULE
+    """When a request is split between prefill and decode workers."""
     speed: float = 1.0
     """Arrivals come so many times as fast as the trace says."""
     engine: EngineConfig = EngineConfig()
@@ -121,6 +124,7 @@ class Cluster:
             config.policy,
             config.roles,
             config.engine,
+            rule=config.rule,
             seed=config.seed,
             temperature=config.temperature,
         )

@@ -14,6 +14,7 @@ from vllm_pd.routing.plan import plan
 from vllm_pd.routing.policies.base import Policy
 from vllm_pd.routing.prefix_index import PrefixIndex
 from vllm_pd.routing.rates import RateLearner
+from vllm_pd.routing.split_rule import DEFAULT_RULE, SplitRule
 from vllm_pd.sim.trace import TraceRequest
 from vllm_pd.sim.work import EngineConfig
 from vllm_pd.state.base import PoolId, Role, WorkerId
@@ -41,10 +42,12 @@ class SimRouter:
         roles: Sequence[Role],
         engine: EngineConfig,
         *,
+        rule: SplitRule = DEFAULT_RULE,
         seed: int = 0,
         temperature: float = 0.0,
     ) -> None:
         """`policy` is a policy or the name of one. Raises SettingsError for an unknown name."""
+        self._rule = rule
         self._policy = policies.policy(policy) if isinstance(policy, str) else policy
         self._block_size = engine.block_size
         self._temperature = temperature
@@ -75,6 +78,7 @@ class SimRouter:
             [self._ledgers[i] for i in self._prefillers],
             overlaps,
             now,
+            rule=self._rule,
             temperature=self._temperature,
             random=self._random,
         )

@@ -132,7 +132,7 @@ def test_record_holds_what_is_needed_to_understand_it() -> None:
         (b"[]", "no record of a decision"),
         (b"{}", "has format 0"),
         (b'{"format":99}', "has format 99"),
-        (b'{"format":1}', "no record of a decision"),
+        (b'{"format":2}', "no record of a decision"),
         (b"\xff", "no record of a decision"),
     ],
 )
