@@ -11,6 +11,7 @@ from yarl import URL
 
 from vllm_pd.router.transport import (
     ConnectFailed,
+    ConnectTimeout,
     Disconnected,
     FirstByteTimeout,
     Headers,
@@ -184,7 +185,7 @@ class AiohttpUpstream:
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as e:
             raise ConnectFailed(_cause(e)) from None
         except aiohttp.ConnectionTimeoutError:
-            raise ConnectFailed(f"no connection within {self._connect_timeout:g} s") from None
+            raise ConnectTimeout(f"no connection within {self._connect_timeout:g} s") from None
         except aiohttp.ClientError as e:
             raise Disconnected(_cause(e)) from None
         except TimeoutError:

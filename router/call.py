@@ -79,6 +79,8 @@ class Call:
     """Not to be asked again for this request."""
     reconnected: set[WorkerId] = field(default_factory=set)
     """Lost the connection once."""
+    failed_inside: bool = False
+    """A worker has answered it with status 500."""
     tail: TokenTail | None = None
     """What is kept of a stream that another worker could continue."""
     why_no_tail: str = ""

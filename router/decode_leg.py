@@ -1,18 +1,24 @@
 """The decode leg of a request, or the whole request: sent to one worker after another until one begins to answer.
 
-- It fails before the first byte of its answer's body: another worker gets the request, a few times at most (vLLM sends
-  the head of a stream before it computes anything, so the head is held back until then). Transfer parameters go along
-  only if the first worker cannot have used them: a hand-off is read once.
-- It fails later: that is for `continuation`; the answer is cut where it is no stream of events.
+- It fails before the first byte of its answer's body: another worker gets the request, a few times at most and within
+  the retry budget of all requests (vLLM sends the head of a stream before it computes anything, so the head is held
+  back until then). Transfer parameters go along only if the first worker cannot have used them: it reads them once.
+- A worker that gives no sign of life meanwhile: the health watch ends the leg, and another worker gets the request.
+- It fails later: the client's stream is continued elsewhere or ends with an error event (`continuation`), or is cut
+  where no event can be sent.
 Every retry chooses again, without the workers that failed.
 """
 
 from __future__ import annotations
 
+import re
 import time
+from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 
 from vllm_pd.router.attempt import Attempt
+from vllm_pd.router.breaker import Outcome, outcome_of
 from vllm_pd.router.call import Call, nothing_decodes
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.leg_request import decode_request, names_rank
@@ -20,21 +26,63 @@ from vllm_pd.router.metrics import RouterMetrics, status_name
 from vllm_pd.router.placement import Placement, Placer
 from vllm_pd.router.relay import Relay
 from vllm_pd.router.replies import send_error
+from vllm_pd.router.retry_budget import RetryBudget
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import (
     ConnectFailed,
-    Disconnected,
     FirstByteTimeout,
-    StreamLost,
+    RouterStopping,
     StreamStalled,
     Upstream,
+    UpstreamError,
     UpstreamResponse,
+    WorkerDown,
 )
+from vllm_pd.router.watched_legs import Leg, Legs
 from vllm_pd.router.worker import Worker
 
 MAX_DECODE_ATTEMPTS = 3
-_RETRIED_STATUS = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE})
-"""503 is the worker's refusal before it does anything. 502 comes from a proxy in front of one that broke off."""
+_RETRIED_STATUS = frozenset(
+    {
+        HTTPStatus.TOO_MANY_REQUESTS,
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        HTTPStatus.BAD_GATEWAY,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    }
+)
+"""429 and 503 are refusals before anything is done. 500 is also what requests get whose engine has died, 502 comes from
+a proxy in front of a worker that broke off. 504 is not among them: the time is over."""
+_ERROR_EVENT = re.compile(rb'\s*data: ?\{"error":.*?"code": ?([45]\d\d)\b', re.DOTALL)
+"""How a stream of vLLM begins that failed before its first token: its head said 200 before that."""
+
+
+NO_BUDGET = "no_budget"
+"""Label of retries that were not allowed."""
+_NO_BUDGET = "Too many requests of late had to be retried, so no other worker was asked; try again (--retry-ratio)."
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why there is no answer, as the client may be told."""
+
+    status: int
+    problem: str
+    """In one sentence: phase, worker, remedy."""
+    reason: str
+    """As a metric's label."""
+    final: bool = False
+    """No other worker is to be asked."""
+    paid: bool = False
+    """Asking another one has been taken from the retry budget."""
+
+
+def status_of(answer: UpstreamResponse, first: bytes) -> int:
+    """The status that counts: the one in a stream's first event if that is an error."""
+    if answer.status == HTTPStatus.OK and first[:16].lstrip().startswith(b"data:"):
+        found = _ERROR_EVENT.match(first)
+        if found is not None:
+            return int(found[1])
+    return answer.status
 
 
 def computed(placer: Placer, attempt: Attempt, call: Call) -> None:
@@ -54,6 +102,8 @@ class DecodeLeg:
         upstream: Upstream,
         placer: Placer,
         relay: Relay,
+        legs: Legs,
+        budget: RetryBudget,
         metrics: RouterMetrics,
     ) -> None:
         self._settings = settings
@@ -61,54 +111,114 @@ class DecodeLeg:
         self._upstream = upstream
         self._placer = placer
         self._relay = relay
+        self._legs = legs
+        self._budget = budget
         self._metrics = metrics
 
     async def run(self, call: Call) -> None:
         """Answer the client, from the worker that `call.reserved` names first. `call.params`: it was prefilled."""
-        problem = ""
-        status = 502
+        if not call.continues:
+            self._budget.note_request()
+        failure: _Failure | None = None
         for attempts_left in reversed(range(MAX_DECODE_ATTEMPTS)):
             attempt = self._next_attempt(call)
             if attempt is None:
                 break
-            worker = attempt.worker
-            answer: UpstreamResponse | None = None
-            tokens = 0
-            try:
-                answer = await self._open_decode(attempt, call)
-                first = await answer.next_chunk(self._settings.first_byte_timeout)
-                worker.note_success()
-                call.tried.add(worker.id)
-                if answer.status in _RETRIED_STATUS and attempts_left and self._is_left(call):
-                    if answer.status == HTTPStatus.BAD_GATEWAY:
-                        call.params = None
-                    self._metrics.decode_retries.labels(status_name(answer.status)).inc()
-                    continue
-                self._note_first(attempt, answer, call)
-                tokens = await self._relay.pass_on(attempt, answer, first, call)
+            failure = await self._try(attempt, call, attempts_left)
+            if failure is None:
                 return
-            except ConnectFailed as e:
-                self._directory.note_failure(worker, str(e))
-                problem = f"Worker {worker.id} takes no connections ({e}); check that it is running."
-                self._metrics.decode_retries.labels("connect").inc()
-                call.tried.add(worker.id)
-            except (FirstByteTimeout, StreamStalled) as e:
-                problem = f"Worker {worker.id} gave no answer ({e}); it is overloaded or hangs."
-                status = 504
+            if failure.final or not attempts_left:
                 break
-            except (Disconnected, StreamLost) as e:
-                # It may have read the blocks; they are freed then, and a second read would find other requests' KV.
-                call.params = None
-                problem = f"Worker {worker.id} ended the connection without an answer ({e}); see its log."
-                self._metrics.decode_retries.labels("disconnect").inc()
-                # Once may be an idle connection that the worker closed just then, so it gets a second chance.
-                if worker.id in call.reconnected:
-                    call.tried.add(worker.id)
-                call.reconnected.add(worker.id)
-            finally:
-                attempt.end(tokens)
-                if answer is not None:
-                    answer.close()
+            if not failure.paid and not self._budget.take():
+                failure = replace(failure, problem=f"{failure.problem} {_NO_BUDGET}")
+                self._metrics.decode_retries.labels(NO_BUDGET).inc()
+                break
+            self._metrics.decode_retries.labels(failure.reason).inc()
+        await self._give_up(call, failure)
+
+    async def _try(self, attempt: Attempt, call: Call, attempts_left: int) -> _Failure | None:
+        """One attempt. None when the client has got an answer; what it is told if nobody else can answer, otherwise."""
+        worker = attempt.worker
+        leg = self._legs.begin(
+            worker, attempt.placed.engine.holder.rank, partial(self._has_other, call, worker, attempts_left)
+        )
+        answer: UpstreamResponse | None = None
+        tokens = 0
+        try:
+            deadline = leg.sent + self._settings.first_byte_timeout
+            answer = await self._open_decode(attempt, call, leg)
+            first = await answer.next_chunk(max(0.001, deadline - time.monotonic()))
+            status = status_of(answer, first)
+            self._directory.note_answer(worker, status, answer.headers)
+            call.tried.add(worker.id)
+            if status in _RETRIED_STATUS and self._retries_status(status, call, worker, attempts_left):
+                problem = f"Worker {worker.id} answered with status {status}, and no other could be asked; try again."
+                return _Failure(status, problem, status_name(status), paid=True)
+            leg.begun = status == HTTPStatus.OK
+            leg.movable = partial(self._can_continue, call, worker)
+            self._note_first(attempt, answer, call)
+            tokens = await self._relay.pass_on(attempt, answer, first, call)
+            if call.broken is not None and call.broken.worker is worker and leg.wait.error is None:
+                self._directory.note_failed(worker, "it broke off a stream")
+            return None
+        except UpstreamError as e:
+            return self._failure(worker, call, e)
+        finally:
+            self._legs.end(leg)
+            attempt.end(tokens)
+            if answer is not None:
+                answer.close()
+
+    def _failure(self, worker: Worker, call: Call, error: UpstreamError) -> _Failure:
+        """What a leg that failed before the client got anything says of its worker, and of the request."""
+        if isinstance(error, ConnectFailed):
+            self._directory.note_failure(worker, str(error))
+            call.tried.add(worker.id)
+            problem = f"Worker {worker.id} takes no connections ({error}); check that it is running."
+            return _Failure(502, problem, "connect")
+        if isinstance(error, RouterStopping):
+            return _Failure(503, "This router is being stopped; send the request again.", "stopping", final=True)
+        if isinstance(error, FirstByteTimeout | StreamStalled):
+            self._directory.note_failed(worker, str(error))
+            seconds = self._settings.first_byte_timeout
+            problem = (
+                f"Worker {worker.id} gave no answer: no first byte within {seconds:g} s; it is overloaded or hangs, "
+                "see its log, or give the router a longer --first-byte-timeout."
+            )
+            return _Failure(504, problem, "timeout", final=True)
+        # It may have read the blocks; they are freed then, and a second read would find other requests' KV.
+        call.params = None
+        if isinstance(error, WorkerDown):
+            call.tried.add(worker.id)
+            problem = f"Worker {worker.id} was given up before its first byte: {error}; check that process."
+            return _Failure(504, problem, "down")
+        # Once may be an idle connection that the worker closed just then, so it gets a second chance.
+        if worker.id in call.reconnected:
+            self._directory.note_failed(worker, str(error))
+            call.tried.add(worker.id)
+        call.reconnected.add(worker.id)
+        problem = f"Worker {worker.id} ended the connection without an answer ({error}); see its log."
+        return _Failure(502, problem, "disconnect")
+
+    def _retries_status(self, status: int, call: Call, worker: Worker, attempts_left: int) -> bool:
+        """Whether an answer with such a status is worth asking another worker. If not, the client gets the answer."""
+        if not self._has_other(call, worker, attempts_left):
+            return False
+        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            if call.failed_inside:
+                # Two engines have failed with it: the request is the cause.
+                return False
+            call.failed_inside = True
+        if not self._budget.take():
+            self._metrics.decode_retries.labels(NO_BUDGET).inc()
+            return False
+        if outcome_of(status) is Outcome.FAILED:
+            call.params = None
+        return True
+
+    async def _give_up(self, call: Call, failure: _Failure | None) -> None:
+        status = failure.status if failure is not None else 502
+        problem = failure.problem if failure is not None else ""
         if status == 502 and not any(
             worker.role.decodes for worker in self._directory.serving(call.demand.model) or ()
         ):
@@ -138,25 +248,49 @@ class DecodeLeg:
         """Another choice. A worker that prefilled the request cannot read from itself: it comes last, whole."""
         place, demand, tried = self._placer.place, call.demand, call.tried
         if call.prefilled_on is None:
-            return place(demand, call.workers, split=False, exclude=tried)
-        peers = [worker for worker in call.workers if worker.pool == call.prefilled_pool]
+            return place(demand, self._workers(call), split=False, exclude=tried)
+        workers = self._workers(call)
+        peers = [worker for worker in workers if worker.pool == call.prefilled_pool]
         return place(demand, peers, split=False, exclude=tried | {call.prefilled_on}) or place(
-            demand, call.workers, split=False, exclude=tried
+            demand, workers, split=False, exclude=tried
         )
 
-    def _is_left(self, call: Call) -> bool:
-        """Whether there is another worker to try."""
-        return any(worker.role.decodes and worker.id not in call.tried for worker in call.workers)
+    def _workers(self, call: Call) -> list[Worker]:
+        """Who may serve the request by now: some have got into trouble since it came, others have joined."""
+        pools = {worker.pool for worker in call.workers}
+        now = [worker for worker in self._directory.serving(call.demand.model) or () if worker.pool in pools]
+        if any(worker.role.decodes and worker.id not in call.tried for worker in now):
+            return now
+        return call.workers
+
+    def _has_other(self, call: Call, worker: Worker, attempts_left: int) -> bool:
+        """Whether a worker that is well could be asked instead of `worker`."""
+        return attempts_left > 0 and any(
+            other.role.decodes and other is not worker and not other.is_broken and other.id not in call.tried
+            for other in self._workers(call)
+        )
+
+    def _can_continue(self, call: Call, worker: Worker) -> bool:
+        """Whether another worker could go on with the stream that `worker` has begun."""
+        tail = call.tail
+        return (
+            tail is not None
+            and not tail.off
+            and not tail.opaque
+            and call.continues < self._settings.continue_streams
+            and self._has_other(call, worker, 1)
+        )
 
     def _uses_params(self, worker: Worker, call: Call) -> bool:
         """Whether `worker` reads the KV that was prefilled for this request."""
         return call.params is not None and worker.id != call.prefilled_on and worker.pool == call.prefilled_pool
 
-    async def _open_decode(self, attempt: Attempt, call: Call) -> UpstreamResponse:
+    async def _open_decode(self, attempt: Attempt, call: Call, leg: Leg) -> UpstreamResponse:
         if attempt.remote:
             attempt.prefilled()
         body, headers = decode_request(self._settings, attempt, call)
         self._metrics.overhead_seconds.observe(time.monotonic() - call.ready - call.prefill_took)
+        self._directory.note_sent(attempt.worker)
         before, call.handed = call.handed, call.handed or attempt.remote
         try:
             return await self._upstream.open(
@@ -166,6 +300,7 @@ class DecodeLeg:
                 headers,
                 body,
                 self._settings.first_byte_timeout,
+                leg.wait,
             )
         except ConnectFailed:
             call.handed = before

@@ -113,6 +113,15 @@ class Directory:
             usable += [worker for worker in decoders if not worker.is_broken] or decoders
         return usable
 
+    def is_current(self, worker: Worker) -> bool:
+        """Whether what `worker` says of its load is up to date: it was in the store's newest list."""
+        return (
+            self.store.up
+            and worker.source is Source.STORE
+            and self._workers.get(worker.id) is worker
+            and worker.id not in self._keep_until
+        )
+
     def missing(self) -> str:
         """Why no request could be served now, in one sentence; "" when one could."""
         alive = [worker for worker in self._workers.values() if not worker.is_broken]

@@ -105,6 +105,12 @@ class RouterMetrics:
             _SECONDS,
             self.registry,
         ).labels()
+        self.legs_ended = Counter(
+            f"{_PREFIX}_legs_ended_total",
+            "Requests taken from a worker that gives no sign of life (down), computes nothing (stuck) or lost them.",
+            ["reason"],
+            registry=self.registry,
+        )
         self._request_seconds = Histogram(
             f"{_PREFIX}_request_seconds",
             "From the request's head to the end of its answer.",

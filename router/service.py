@@ -21,6 +21,7 @@ from vllm_pd.router.continuation import Continuation
 from vllm_pd.router.decode_leg import DecodeLeg
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.endpoints import Endpoints
+from vllm_pd.router.health import HealthWatch
 from vllm_pd.router.index_metrics import IndexCollector
 from vllm_pd.router.index_watch import IndexWatch
 from vllm_pd.router.inflight import INTERVAL_S as INFLIGHT_INTERVAL_S
@@ -48,6 +49,7 @@ from vllm_pd.router.store_watch import StoreWatch
 from vllm_pd.router.tokenizer_cache import TokenizerCache
 from vllm_pd.router.tokenizer_metrics import TokenizerCollector
 from vllm_pd.router.transport import HttpServer, Upstream
+from vllm_pd.router.watched_legs import Legs
 from vllm_pd.router.worker import Worker
 from vllm_pd.state.base import Registry
 from vllm_pd.state.block_index import BlockIndex
@@ -57,7 +59,6 @@ from vllm_pd.state.prefill_queue import PrefillQueue
 STORE_INTERVAL_S = 0.5
 STORE_TIMEOUT_S = 1.0
 PROBE_FACTOR = 4
-RETRY_RATIO, RETRY_FLOOR = 0.2, 60.0
 CHECK_INTERVAL_S = 0.5
 CLOSE_DEADLINE_S = 5.0
 
@@ -111,6 +112,7 @@ class RouterService:
         self.watch: IndexWatch | None = None
         self._announcements: Announcements | None = None
         self._prompts: PromptReader | None = None
+        self._legs = Legs(clock)
         self._upstream: Upstream | None = None
         self._releases: Releases | None = None
         self._queue_watch: QueueWatch | None = None
@@ -144,7 +146,9 @@ class RouterService:
         placer = Placer(settings, self.metrics, index=self.watch, announcements=self._announcements, clock=self._clock)
         calls = CallReader(settings, self.directory, self._prompts)
         relay = Relay(settings, self.metrics)
-        decode = DecodeLeg(settings, self.directory, upstream, placer, relay, self.metrics)
+        legs = self._legs
+        budget = RetryBudget(settings.retry_ratio, settings.retry_floor, self._clock)
+        decode = DecodeLeg(settings, self.directory, upstream, placer, relay, legs, budget, self.metrics)
         releases = self._releases = Releases(upstream, self.metrics, worker_key=settings.worker_api_key)
         dispatch: PrefillDispatch = DirectPrefill(settings, self.directory, upstream, placer, releases)
         dispatched = DispatchMetrics(self.metrics.registry)
@@ -152,7 +156,6 @@ class RouterService:
             queues = self._queue_watch = QueueWatch(self._queue, self.directory, releases, self._id, self._clock)
             dispatch = QueuedPrefill(settings, self.directory, placer, queues, dispatch, dispatched)
             self.metrics.registry.register(QueueCollector(lambda: queues.pools))
-        budget = RetryBudget(RETRY_RATIO, RETRY_FLOOR, self._clock)
         continuation = Continuation(settings, self.directory, upstream, self._prompts, budget, self.metrics)
         proxy = Proxy(
             settings,
@@ -188,6 +191,8 @@ class RouterService:
             await self.stop()
             raise
         self._server = server
+        health = HealthWatch(settings, self.directory, legs, upstream, self.metrics, self._clock)
+        self._watchers.append(asyncio.create_task(health.run()))
         if self._registry is not None:
             store = StoreWatch(
                 self._registry, self.directory, self._tokenizers, index=self.watch, interval=self._refresh_s

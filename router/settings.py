@@ -315,6 +315,41 @@ class RouterSettings:
         parse=layered.integer(0, 100),
         default=2,
     )
+    health_timeout: float = setting(
+        help="seconds without any sign of life after which a worker that has requests counts as down",
+        env="VLLM_PD_ROUTER_HEALTH_TIMEOUT",
+        flag="--health-timeout",
+        parse=_seconds,
+        default=5.0,
+    )
+    stuck_timeout: float = setting(
+        help="seconds after which an engine that has requests and makes no step counts as stuck",
+        env="VLLM_PD_ROUTER_STUCK_TIMEOUT",
+        flag="--stuck-timeout",
+        parse=_seconds,
+        default=10.0,
+    )
+    down_timeout: float = setting(
+        help="seconds that requests wait for a worker that is down when no other can take them",
+        env="VLLM_PD_ROUTER_DOWN_TIMEOUT",
+        flag="--down-timeout",
+        parse=_seconds,
+        default=30.0,
+    )
+    retry_ratio: float = setting(
+        help="retries on other workers that are allowed for each request of the last minute",
+        env="VLLM_PD_ROUTER_RETRY_RATIO",
+        flag="--retry-ratio",
+        parse=layered.number(0, high=10),
+        default=0.2,
+    )
+    retry_floor: float = setting(
+        help="retries a minute that are allowed however few requests there are",
+        env="VLLM_PD_ROUTER_RETRY_FLOOR",
+        flag="--retry-floor",
+        parse=layered.number(0, high=1e6),
+        default=100.0,
+    )
     shutdown_grace: float = setting(
         help="seconds that requests in progress get to finish after SIGTERM",
         env="VLLM_PD_ROUTER_SHUTDOWN_GRACE",

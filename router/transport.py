@@ -36,6 +36,10 @@ class ConnectFailed(UpstreamError):
     """No connection was made (refused, unreachable, name, TLS, or too slow): the worker saw nothing of the request."""
 
 
+class ConnectTimeout(ConnectFailed):
+    """No connection was made in time, and nobody refused it either."""
+
+
 class Disconnected(UpstreamError):
     """The connection ended after the request was sent and before the answer's head arrived."""
 

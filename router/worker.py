@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from vllm_pd.router.breaker import Breaker, Circuit
+from vllm_pd.router.signs_of_life import EngineReport
 from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.rates import RateLearner
 from vllm_pd.state.base import PoolId, Role, WorkerId, WorkerRecord, WorkerState
@@ -41,6 +42,7 @@ class Worker:
         "lease_span",
         "pool",
         "record",
+        "reports",
         "role",
         "running",
         "source",
@@ -59,6 +61,8 @@ class Worker:
         self.role: Role = state.record.role
         self.engines: tuple[EngineLedger, ...] = ()
         """One for each data-parallel rank."""
+        self.reports: dict[int, EngineReport] = {}
+        """The newest load report of each of them that has ever made one."""
         self._reported_at: tuple[int, ...] = ()
         self._others = (0, 0)
         self._start_engines()
@@ -102,6 +106,10 @@ class Worker:
         reported_at = tuple(load.at_ms for load in state.loads.values())
         if reported_at != self._reported_at:
             self._reported_at = reported_at
+            for rank, load in state.loads.items():
+                known = self.reports.get(rank)
+                if known is None or known.at_ms != load.at_ms:
+                    self.reports[rank] = EngineReport(load.at_ms, load.running + load.waiting, now)
             self.running, self.waiting, self.kv_usage = state.running, state.waiting, state.kv_usage
             self._report(state, now)
         others = [work for router, work in state.others.items() if router != self._router]
@@ -124,6 +132,7 @@ class Worker:
         )
         for engine in self.engines:
             engine.ordered = self.record.by_priority
+        self.reports = {}
         self._reported_at = ()
         self._others = (0, 0)
 

@@ -30,6 +30,8 @@ logger = logging.getLogger("vllm.vllm_pd")
 
 LOAD_PERIOD_S = 0.25
 """A changed load is published at most this often."""
+BUSY_LOAD_PERIOD_S = 2.0
+"""One that does not change is published this often while there are requests, for its time."""
 _READY_PERIOD_S = 0.2
 _BACKOFF_S = (0.25, 5.0)
 _WITHDRAW_S = 1.5
@@ -237,7 +239,9 @@ class Agent:
         record = self._record
         await registry.publish_load(record.id, record.pool.id, self._spec.writer, loads, self._spec.lease_ms)
         self._published = seen
-        self._next_load = now + self._spec.lease_s / 3
+        # Routers take a busy engine whose report stands still for a stuck one.
+        busy = any(load.running or load.waiting for load in loads.values())
+        self._next_load = now + min(self._spec.lease_s / 3, BUSY_LOAD_PERIOD_S if busy else self._spec.lease_s)
 
     async def _withdraw(self, registry: Registry) -> None:
         if not self._registered:

@@ -90,10 +90,12 @@ class Cluster:
         )
         return entry
 
-    async def load(self, worker: FakeWorker, *, running: int = 0, waiting: int = 0, kv_usage: float = 0.0) -> None:
+    async def load(
+        self, worker: FakeWorker, *, running: int = 0, waiting: int = 0, kv_usage: float = 0.0, at_ms: int = 1
+    ) -> None:
         """Publish a load and wait until the router knows it."""
         await self.registry.publish_load(
-            WorkerId(worker.host_port), SPEC.id, 0, {0: WorkerLoad(running, waiting, kv_usage, 1)}, 60_000
+            WorkerId(worker.host_port), SPEC.id, 0, {0: WorkerLoad(running, waiting, kv_usage, at_ms)}, 60_000
         )
         await until(
             lambda: any(
