@@ -79,13 +79,13 @@ class Traces:
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = dict(files)
-        self._read = dict.fromkeys(self._files, 0)
+        self.files = dict(files)
+        self._read = dict.fromkeys(self.files, 0)
         self._phases: dict[str, dict[str, str]] = defaultdict(dict)
 
     def refresh(self) -> None:
         """Read on."""
-        for worker, path in self._files.items():
+        for worker, path in self.files.items():
             try:
                 with path.open("rb") as file:
                     file.seek(self._read[worker])
@@ -100,12 +100,6 @@ class Traces:
     def of(self, name: str) -> Mapping[str, str]:
         """Worker to phase of one request, as of the last `refresh`."""
         return self._phases.get(name, {})
-
-    def forget(self, worker: str) -> None:
-        """The worker's process is another one: what its engine had is gone."""
-        for phases in self._phases.values():
-            if worker in phases:
-                phases[worker] = "gone"
 
 
 def parse(worker: str, text: str) -> Iterable[Step]:
