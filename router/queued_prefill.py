@@ -154,7 +154,8 @@ class QueuedPrefill:
         patience_ms = round(settings.prefill_timeout * 1000)
         request = PrefillRequest(
             path=call.demand.path,
-            headers=[pair for pair in headers if pair[0].lower() in CARRIED_HEADERS],
+            # The HTTP server's own kind of text is none that can be packed.
+            headers=[(str(name), value) for name, value in headers if name.lower() in CARRIED_HEADERS],
             body=body,
             deadline_ms=round(time.time() * 1000) + patience_ms,
             timeout_ms=patience_ms,

@@ -33,6 +33,8 @@ from vllm_pd.state.store_url import parse_store_url
 logger = logging.getLogger(__name__)
 
 _CLUSTER = "it is a node of a cluster: begin the store URL with redis+cluster://"
+_CLOSED = "the handler is closed"
+"""In uvloop's RuntimeError about a write to a connection that was reset a moment ago; asyncio's own loop drops it."""
 # redis-py drops the error code of errors it has a class for; inside a script's error the code stays in the text.
 _REMEDIES: tuple[tuple[type[ResponseError], str, str], ...] = (
     (OutOfMemoryError, "OOM ", "raise its maxmemory"),
@@ -98,7 +100,9 @@ class RedisCalls:
             raise self._refused() from None
         except ResponseError as e:
             raise StoreError(f"The store {self.address} answered {str(e)!r}; {_remedy(e)}.") from None
-        except (RedisError, RedisClusterException, OSError) as e:
+        except (RedisError, RedisClusterException, OSError, RuntimeError) as e:
+            if isinstance(e, RuntimeError) and _CLOSED not in str(e):
+                raise
             after_failure(self.client)
             if isinstance(e.__cause__, AuthenticationError):
                 raise self._refused() from None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 
 import pytest
+import uvloop
 
 from vllm_pd.errors import StoreError
 from vllm_pd.state.redis_calls import RedisCalls
@@ -42,3 +43,22 @@ async def test_a_call_that_is_cancelled_from_outside_is_no_failure_of_the_store(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+def test_a_connection_that_was_reset_just_before_the_call_is_a_failure_of_the_store(calls: RedisCalls) -> None:
+    async def call() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.transport.abort()
+        await asyncio.sleep(0)
+        async with server, calls.answer(PATIENCE_S):
+            writer.transport.writelines([b"PING"])
+
+    with pytest.raises(StoreError, match="cannot be used"):
+        uvloop.run(call())
+
+
+async def test_an_error_of_the_program_is_no_failure_of_the_store(calls: RedisCalls) -> None:
+    with pytest.raises(RuntimeError, match="mistake"):
+        async with calls.answer(PATIENCE_S):
+            raise RuntimeError("mistake")
