@@ -209,8 +209,9 @@ class PrefillRunner:
         self.stats.claimed += 1
         self.stats.stolen += claim.job.worker not in (None, self._me.worker)
         self.stats.tokens += _cost(claim)
-        if self._leaving:
-            job.end(Verdict(How.RETURNED, error="the worker shuts down"))
+        if self._leaving or self._pause_s() > 0:
+            # That was decided while the claim was under way.
+            job.end(Verdict(How.RETURNED, error="the worker takes no jobs now"))
         self._jobs[job] = asyncio.create_task(self._do(job))
 
     async def _do(self, job: RunningJob) -> None:
