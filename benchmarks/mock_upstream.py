@@ -1,7 +1,8 @@
 """A worker that costs almost nothing: fixed answers from one `asyncio.Protocol`, for measuring what is before it.
 
 Run as `python -m benchmarks.mock_upstream PORT`. It answers what routers ask (health, models, version, metrics),
-completions and chats. A prefill leg gets transfer parameters; a stream gets `CHUNKS` events, one each millisecond.
+completions and chats. A prefill leg gets transfer parameters; a stream gets `CHUNKS` events, one each millisecond, with
+token ids if it asks for them.
 """
 
 from __future__ import annotations
@@ -54,12 +55,32 @@ _PREFILL_ANSWER = _json({**_CHAT, "kv_transfer_params": _TRANSFER})
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
-_DELTA = {
-    "id": "chatcmpl-1",
-    "object": "chat.completion.chunk",
-    "choices": [{"index": 0, "delta": {"content": "word "}}],
-}
-_EVENT = _chunk(b"data: " + json.dumps(_DELTA).encode() + b"\n\n")
+
+
+def _event(choice: dict[str, Any], **more: Any) -> bytes:
+    """An event of a chat's stream in vLLM's form."""
+    value = {
+        "id": "chatcmpl-0f3c6a2e8a4e4c61",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "mock",
+        "choices": [{"index": 0, **choice}],
+        **more,
+    }
+    return _chunk(b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n")
+
+
+def _stream_of(prompt: list[int] | None, token: list[int] | None) -> list[bytes]:
+    """All events; without ids there is null in their place."""
+    role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    word = {"delta": {"content": "word "}, "logprobs": None, "finish_reason": None, "token_ids": token}
+    last = {**word, "finish_reason": "length", "stop_reason": None, "token_ids": token}
+    head = _event(role, prompt_token_ids=prompt, prompt_text=None)
+    return [head, *[_event(word)] * (CHUNKS - 2), _event(last)]
+
+
+_EVENTS = _stream_of(None, None)
+_EVENTS_WITH_IDS = _stream_of(list(range(20)), [12345])
 _STREAM_END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 _MODEL = {"id": "mock", "object": "model", "created": 1, "owned_by": "vllm", "root": "mock", "max_model_len": 32768}
 _GETS = {
@@ -110,17 +131,18 @@ class MockUpstream(asyncio.Protocol):
             self._transport.write(_PREFILL_ANSWER)
         elif b'"stream": true' in body or b'"stream":true' in body:
             self._transport.write(_STREAM_HEAD)
-            asyncio.get_running_loop().call_soon(self._stream, CHUNKS)
+            events = _EVENTS_WITH_IDS if b'"return_token_ids":true' in body else _EVENTS
+            asyncio.get_running_loop().call_soon(self._stream, events, 0)
         else:
             self._transport.write(_ANSWER)
 
-    def _stream(self, left: int) -> None:
+    def _stream(self, events: list[bytes], sent: int) -> None:
         if self._transport is None:
             return
-        if left:
-            self._transport.write(_EVENT)
+        if sent < len(events):
+            self._transport.write(events[sent])
             # Real tokens come one by one; without a pause the kernel would join them into one read.
-            asyncio.get_running_loop().call_later(0.001, self._stream, left - 1)
+            asyncio.get_running_loop().call_later(0.001, self._stream, events, sent + 1)
         else:
             self._transport.write(_STREAM_END)
 

@@ -102,7 +102,15 @@ def contenders() -> tuple[list[Contender], list[str]]:
         named = [f"--worker=http://127.0.0.1:{worker}={role}" for worker, role in zip(workers, roles, strict=True)]
         return [*ours, str(port), *named]
 
-    found = [Contender("direct", None), Contender("vllm-pd whole", whole), Contender("vllm-pd split", split)]
+    def without_ids(port: int, workers: Sequence[int]) -> list[str]:
+        return [*whole(port, workers), "--continue-streams", "0"]
+
+    found = [
+        Contender("direct", None),
+        Contender("vllm-pd whole", whole),
+        Contender("vllm-pd whole, streams not continued", without_ids),
+        Contender("vllm-pd split", split),
+    ]
     notes = []
     if command := shutil.which("vllm-router"):
         found += [
