@@ -28,8 +28,10 @@ from vllm_pd.router.transport import (
     Upstream,
     UpstreamError,
     UpstreamResponse,
+    WorkerDown,
     header,
 )
+from vllm_pd.router.watched_legs import Legs, always
 from vllm_pd.router.worker import Worker
 from vllm_pd.routing.queue_rule import Failure
 from vllm_pd.state.base import PoolId, WorkerId
@@ -94,12 +96,14 @@ class DirectPrefill:
         upstream: Upstream,
         placer: Placer,
         releases: Releases,
+        legs: Legs,
     ) -> None:
         self._settings = settings
         self._directory = directory
         self._upstream = upstream
         self._placer = placer
         self._releases = releases
+        self._legs = legs
 
     async def run(self, call: Call, placed: Placed) -> PrefillOutcome:
         worker = placed.worker
@@ -114,12 +118,16 @@ class DirectPrefill:
         answer: UpstreamResponse | None = None
         outcome: PrefillOutcome | None = None
         attempt = self._placer.begin(placed)
+        leg = self._legs.begin(worker, placed.engine.holder.rank, always)
         try:
             body, headers = with_turn(body, headers, attempt, call)
+            self._directory.note_sent(worker)
             async with asyncio.timeout(deadline):
-                answer = await self._upstream.open("POST", worker.url, call.request.target, headers, body, deadline)
-                worker.note_success()
+                answer = await self._upstream.open(
+                    "POST", worker.url, call.request.target, headers, body, deadline, leg.wait
+                )
                 content = await answer.read(MAX_PREFILL_ANSWER, deadline)
+            self._directory.note_answer(worker, answer.status, answer.headers)
             if answer.status == HTTPStatus.OK:
                 attempt.first_byte()
                 computed(self._placer, attempt, call)
@@ -128,10 +136,15 @@ class DirectPrefill:
             self._directory.note_failure(worker, str(e))
             outcome = PrefillOutcome(failure=Failure.CONNECT)
         except (FirstByteTimeout, TimeoutError):
+            self._directory.note_failed(worker, f"no prefilled prompt within {deadline:g} s")
             return PrefillOutcome(failure=Failure.TIMEOUT)
-        except UpstreamError:
+        except WorkerDown:
+            return PrefillOutcome(failure=Failure.DOWN)
+        except UpstreamError as e:
+            self._directory.note_failed(worker, str(e))
             return PrefillOutcome(failure=Failure.DISCONNECT)
         finally:
+            self._legs.end(leg)
             attempt.end()
             if answer is not None:
                 answer.close()

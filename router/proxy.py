@@ -124,7 +124,7 @@ class Proxy:
                 call.params, call.prefilled_on, call.prefilled_pool = outcome.params, outcome.worker, outcome.pool
                 break
             _log.debug("%s prefill on %s failed: %s", call.id, placed.worker.id, failure)
-            if failure != Failure.CONNECT:
+            if failure not in (Failure.CONNECT, Failure.DOWN):
                 break
             call.tried.add(placed.worker.id)
             other = self._placer.place(call.demand, call.workers, split=True, exclude=call.tried)
@@ -151,6 +151,7 @@ def _why_refused(outcome: PrefillOutcome, settings: RouterSettings) -> str:
         Failure.TIMEOUT: f"The prompt was not computed within {settings.prefill_timeout:g} s; add prefill workers, or "
         "raise --prefill-timeout",
         Failure.CONNECT: "The prefill workers take no connections; check that they are running",
+        Failure.DOWN: "The prefill workers give no sign of life; check those processes",
     }
     unforeseen = f"The prompt could not be computed by a prefill worker ({outcome.failure}); see the workers' logs"
     why = sentences.get(outcome.failure, unforeseen)

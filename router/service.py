@@ -150,7 +150,7 @@ class RouterService:
         budget = RetryBudget(settings.retry_ratio, settings.retry_floor, self._clock)
         decode = DecodeLeg(settings, self.directory, upstream, placer, relay, legs, budget, self.metrics)
         releases = self._releases = Releases(upstream, self.metrics, worker_key=settings.worker_api_key)
-        dispatch: PrefillDispatch = DirectPrefill(settings, self.directory, upstream, placer, releases)
+        dispatch: PrefillDispatch = DirectPrefill(settings, self.directory, upstream, placer, releases, legs)
         dispatched = DispatchMetrics(self.metrics.registry)
         if self._queue is not None:
             queues = self._queue_watch = QueueWatch(self._queue, self.directory, releases, self._id, self._clock)

@@ -13,6 +13,11 @@ def never() -> bool:
     return False
 
 
+def always() -> bool:
+    """For a leg that can be done in another way at any time."""
+    return True
+
+
 class Leg:
     """One leg of a request on a worker, from before it is sent until its answer has ended.
 

@@ -157,7 +157,3 @@ class Worker:
     def is_broken(self) -> bool:
         """Whether it has failed and not been well since. One that is only too busy is not."""
         return self.breaker.circuit is not Circuit.CLOSED
-
-    def note_success(self) -> None:
-        """It answered."""
-        self.breaker = Breaker()

@@ -22,6 +22,8 @@ class Failure(StrEnum):
     """How a prefill leg can fail, beside `status_*` of an answer. Labels of metrics."""
 
     CONNECT = "connect"
+    DOWN = "down"
+    """Its worker gave no sign of life."""
     DISCONNECT = "disconnect"
     TIMEOUT = "timeout"
     UNREADABLE = "unreadable_body"
@@ -32,7 +34,9 @@ class Failure(StrEnum):
     NO_WORKER = "no_worker"
 
 
-_UNAVAILABLE = frozenset({Failure.QUEUE_FULL, Failure.UNCLAIMED, Failure.NO_WORKER, Failure.CONNECT, "status_429"})
+_UNAVAILABLE = frozenset(
+    {Failure.QUEUE_FULL, Failure.UNCLAIMED, Failure.NO_WORKER, Failure.CONNECT, Failure.DOWN, "status_429"}
+)
 _CLIENTS_OWN = frozenset({Failure.UNREADABLE, "status_4xx"})
 
 

@@ -18,6 +18,7 @@ from vllm_pd.state import Role
 
 WHOLE = json.dumps({"prompt": LONG, "n": 2}).encode()
 STREAM = json.dumps({"prompt": LONG, "max_tokens": 20, "stream": True, "n": 2}).encode()
+SPLIT = json.dumps({"prompt": LONG, "max_tokens": 20}).encode()
 SOON = 0.5
 
 
@@ -30,6 +31,11 @@ def stop(worker: FakeWorker) -> None:
 def go_on(worker: FakeWorker) -> None:
     worker.frozen = False
     worker.hook = None
+
+
+def prefills(worker: FakeWorker) -> int:
+    """Prefill legs that it got. Afterwards it is also told of blocks that nobody will read."""
+    return sum("do_remote_decode" in seen.json.get("kv_transfer_params", ()) for seen in worker.posts)
 
 
 def known(cluster: Cluster, worker: FakeWorker) -> Worker:
@@ -70,6 +76,28 @@ async def test_requests_on_a_stopped_worker_go_to_another_and_it_comes_back(
     await until(lambda: not known(cluster, first).is_broken, "it answers again")
     assert (await cluster.post("/v1/completions", WHOLE))[0] == 200
     assert len(first.posts) == 6
+
+
+async def test_prefill_on_a_stopped_worker_is_done_by_another_then_by_the_decode_worker(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    cluster = await start_cluster(policy="least-loaded", health_timeout=SOON, disagg="always")
+    first, second, decode = [await start_worker() for _ in range(3)]
+    for worker, role in ((first, Role.PREFILL), (second, Role.PREFILL), (decode, Role.DECODE)):
+        await cluster.join(worker, role)
+    await cluster.load(second, running=9)
+    stop(first)
+    assert (await cluster.post("/v1/completions", SPLIT))[0] == 200
+    assert "kv_transfer_params" in decode.posts[0].json
+    stop(second)
+    assert (await cluster.post("/v1/completions", SPLIT))[0] == 200
+    assert decode.posts[1].raw == SPLIT
+    assert (prefills(first), prefills(second)) == (1, 2)
+    assert cluster.metric("legs_ended_total", reason="down") == 2
+    assert cluster.metric("prefill_fallback_total", reason="down") == 1
+    # Both are left out.
+    assert (await cluster.post("/v1/completions", SPLIT))[0] == 200
+    assert cluster.metric("bypass_total", reason="no_prefill_worker") == 1
 
 
 async def test_long_answer_of_a_living_worker_is_waited_for(
