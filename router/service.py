@@ -115,7 +115,7 @@ class RouterService:
         self._legs = Legs(clock)
         self._upstream: Upstream | None = None
         self._releases: Releases | None = None
-        self._queue_watch: QueueWatch | None = None
+        self.queues: QueueWatch | None = None
         self._server: HttpServer | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self.port = 0
@@ -153,7 +153,7 @@ class RouterService:
         dispatch: PrefillDispatch = DirectPrefill(settings, self.directory, upstream, placer, releases, legs)
         dispatched = DispatchMetrics(self.metrics.registry)
         if self._queue is not None:
-            queues = self._queue_watch = QueueWatch(self._queue, self.directory, releases, self._id, self._clock)
+            queues = self.queues = QueueWatch(self._queue, self.directory, releases, self._id, self._clock)
             dispatch = QueuedPrefill(settings, self.directory, placer, queues, dispatch, dispatched)
             self.metrics.registry.register(QueueCollector(lambda: queues.pools))
         continuation = Continuation(settings, self.directory, upstream, self._prompts, budget, self.metrics)
@@ -200,9 +200,9 @@ class RouterService:
             publisher = InflightPublisher(self._registry, self.directory, self._id, self._clock)
             self._watchers.append(asyncio.create_task(store.run()))
             self._watchers.append(asyncio.create_task(repeat(publisher.refresh, INFLIGHT_INTERVAL_S)))
-        if self._queue_watch is not None:
+        if self.queues is not None:
             interval = min(self._refresh_s, QUEUE_INTERVAL_S)
-            self._watchers.append(asyncio.create_task(repeat(self._queue_watch.refresh, interval)))
+            self._watchers.append(asyncio.create_task(repeat(self.queues.refresh, interval)))
         if check is not None:
             self._watchers.append(asyncio.create_task(repeat(partial(self._check, check), CHECK_INTERVAL_S)))
         if settings.workers:
@@ -231,7 +231,7 @@ class RouterService:
             await server.stop()
         watchers, self._watchers = self._watchers, []
         await end_tasks(watchers)
-        for background in (self.watch, self._queue_watch, self._releases):
+        for background in (self.watch, self.queues, self._releases):
             if background is not None:
                 await background.close()
         if self._prompts is not None:
