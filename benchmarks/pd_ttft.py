@@ -72,7 +72,7 @@ def run(case: Case, model: Path, report: Report) -> None:
     progress(f"{case.name}: starting three vLLM servers")
     with LocalCluster(
         model=model, prefill=1, decode=1, plain=1, max_model_len=2048, kv_blocks=128,
-        worker_args=("--served-model-name", MODEL), env={"VLLM_PD_LEASE_S": "600"},
+        worker_args=("--served-model-name", MODEL), env={"VLLM_PD_LEASE_S": "600"}, router_args=("--disagg", "always"),
     ) as cluster:  # fmt: skip
         plain, decode = cluster.of_role(None)[0], cluster.worker("decode-0")
         sides = (Side(plain.url, [plain]), Side(cluster.router_url, [cluster.worker("prefill-0"), decode]))

@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from vllm_pd.router.attempt import Attempt
 from vllm_pd.router.continuable import read_body, wants_ids, why_not
-from vllm_pd.router.decision import PromptKind
+from vllm_pd.router.decision import PromptKind, Reason
 from vllm_pd.router.demand import BadOverride, Demand, DemandReader
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.prompt_reading import PromptReader
@@ -164,3 +164,13 @@ def nothing_decodes(directory: Directory, model: str | None) -> str:
     return directory.missing() or (
         f"No worker that decodes is alive for the model {model!r}; start one with --role decode or --role both."
     )
+
+
+def nothing_prefills(model: str | None, reason: Reason) -> str:
+    """Why a strict router refuses a request that no worker could prefill for another, in one sentence."""
+    if reason is Reason.NO_TRANSFER:
+        why = "The prefill workers or the decode worker cannot hand KV over (NIXL is off there); switch it on"
+    else:
+        why = "No worker prefills for others; start one with --role prefill or --role both"
+    named = f" for the model {model!r}" if model else ""
+    return f"{why}{named}, or run the router without --require-prefill."

@@ -47,8 +47,14 @@ class Reason(StrEnum):
     SOONER_WHOLE = "sooner_whole"
     PREFILL_BUSY = "prefill_busy"
     NEVER = "never"
+    EQUALS = "all_do_both"
     NO_PREFILL = "no_prefill_worker"
     NO_TRANSFER = "no_transfer"
+
+
+UNSERVED_IF_STRICT = frozenset({Reason.NO_PREFILL, Reason.NO_TRANSFER})
+"""A router with --require-prefill refuses these: they could be split if the cluster were as it should be. What is whole
+by its own nature, or because that is found to be better, is served."""
 
 
 def bypass_by_request(fields: RequestFields | None, kind: PromptKind | None) -> Reason | None:

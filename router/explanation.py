@@ -28,6 +28,7 @@ def decision_header(record: DecisionRecord, prefilled: Mapping[str, str | None] 
         "decode": _name(*outcome.decode),
         "prefill": _name(*outcome.prefill) if outcome.prefill is not None and record.reason == Reason.SPLIT else None,
         "reason": record.reason,
+        "rule": record.rule.name,
         "choice": outcome.choice,
         "ttft_ms": _ms(outcome.ttft),
         "tokens": pool.ask.tokens,
@@ -37,6 +38,8 @@ def decision_header(record: DecisionRecord, prefilled: Mapping[str, str | None] 
         "count": len(outcome.decoders),
         "candidates": _best(outcome.decoders),
     }
+    if outcome.weighed is not None:
+        value["here_ms"], value["there_ms"] = _ms(outcome.weighed.here), _ms(outcome.weighed.there)
     if outcome.prefillers:
         value["prefill_count"] = len(outcome.prefillers)
         value["prefill_candidates"] = _best(outcome.prefillers)

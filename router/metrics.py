@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from vllm_pd.router.decision import Reason
+from vllm_pd.router.decision import UNSERVED_IF_STRICT, Reason
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.histogram import Histogram, Series
 
@@ -74,6 +74,13 @@ class RouterMetrics:
             ["reason"],
             registry=self.registry,
         )
+        refused = Counter(
+            f"{_PREFIX}_refused_total",
+            "Requests that --require-prefill refused for want of a worker that prefills for others, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.refused: dict[Reason, Counter] = {reason: refused.labels(reason) for reason in sorted(UNSERVED_IF_STRICT)}
         self.prefill_fallback = Counter(
             f"{_PREFIX}_prefill_fallback_total",
             "Requests whose prefill leg failed and that were then sent whole, by reason.",

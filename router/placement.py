@@ -70,8 +70,7 @@ class Placer:
     ) -> None:
         self._random = Random(settings.seed if settings.seed >= 0 else None)
         self._rule = settings.split_rule
-        equals = self._rule.name is Disagg.ALWAYS
-        self._rule_of_equals = replace(self._rule, name=Disagg.AUTO) if equals else self._rule
+        self._rule_of_equals = replace(self._rule, name=Disagg.NEVER)
         self._orders = policies.policy(settings.policy, settings.weights).patience > 0
         """Else all keep the order of arrival, those with another policy by a header too."""
         self._sessions = Sessions(settings.session_ttl)
@@ -96,8 +95,9 @@ class Placer:
         if not asks:
             return None
         seed = self._random.getrandbits(48) if demand.temperature > 0 else None
-        # Where all workers do both, none is there to keep prompts off the others: a split has to pay.
-        rule = self._rule_of_equals if all(worker.role is Role.BOTH for worker in usable) else self._rule
+        # Where all workers do both, none is there to keep prompts off the others: a hand-over would save nothing.
+        equals = len(usable) > 1 and all(worker.role is Role.BOTH for worker in usable)
+        rule = self._rule_of_equals if equals else self._rule
         decision = decide(
             demand.policy,
             asks,
@@ -181,6 +181,8 @@ class Placer:
         if made.prefill is not None:
             prefill = _placed(demand, workers, ask, made.prefill, _lead(ask, made.prefill))
         reason = demand.forbidden or _REASONS.get(made.reason)
+        if reason is Reason.NEVER and rule is self._rule_of_equals:
+            reason = Reason.EQUALS
         if reason is None:
             short = ask.ask.tokens < ask.ask.block_size
             reason = Reason.SHORT if short else Reason.CACHED

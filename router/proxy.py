@@ -12,8 +12,9 @@ import logging
 import time
 
 from vllm_pd.router.attempt import Placed
-from vllm_pd.router.call import Call, CallReader, Endpoint, nothing_decodes
+from vllm_pd.router.call import Call, CallReader, Endpoint, nothing_decodes, nothing_prefills
 from vllm_pd.router.continuation import Continuation
+from vllm_pd.router.decision import UNSERVED_IF_STRICT
 from vllm_pd.router.decode_leg import DecodeLeg
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.explanation import DECISION_HEADER, decision_header
@@ -74,6 +75,10 @@ class Proxy:
         if placement is None:
             # They have changed their roles while the prompt was read.
             await send_error(call.reply, 503, nothing_decodes(self._directory, call.demand.model))
+            return
+        if self._settings.require_prefill and placement.reason in UNSERVED_IF_STRICT and not call.continues:
+            self._metrics.refused[placement.reason].inc()
+            await send_error(call.reply, 503, nothing_prefills(call.demand.model, placement.reason))
             return
         outcome: PrefillOutcome | None = None
         try:

@@ -24,6 +24,7 @@ class Readiness:
         index: None where the router does not wait for one.
         loading: whether tokenizers are being loaded.
         clock: monotonic seconds.
+        require_prefill: whether to wait for a worker that prefills for others, and whenever there is none.
     """
 
     def __init__(
@@ -32,7 +33,10 @@ class Readiness:
         index: IndexWatch | None,
         loading: Callable[[], bool],
         clock: Callable[[], float],
+        *,
+        require_prefill: bool = False,
     ) -> None:
+        self._require_prefill = require_prefill
         self._directory = directory
         self._index = index
         self._loading = loading
@@ -41,7 +45,15 @@ class Readiness:
 
     def missing(self) -> str:
         """Why not to send requests now, in one sentence; "" when they are welcome."""
-        return self._directory.missing() or self._index_missing()
+        return self._directory.missing() or self._prefill_missing() or self._index_missing()
+
+    def _prefill_missing(self) -> str:
+        if not self._require_prefill or any(worker.hands_over for worker in self._directory.workers):
+            return ""
+        return (
+            "No worker prefills for others, and the router runs with --require-prefill; start one with --role prefill "
+            "or --role both, with NIXL on."
+        )
 
     def _index_missing(self) -> str:
         if self._index is None:

@@ -211,7 +211,7 @@ class RouterSettings:
         env="VLLM_PD_ROUTER_DISAGG",
         flag="--disagg",
         parse=layered.choice(*Disagg),
-        default=Disagg.ALWAYS,
+        default=Disagg.AUTO,
     )
     disagg_options: tuple[tuple[str, float], ...] = setting(
         help="a parameter of that rule, as NAME=VALUE; repeat for more",

@@ -34,6 +34,8 @@ def tiny_cluster(
         block_size=BLOCK,
         kv_blocks=192,
         worker_args=(*WORKER_ARGS, *args),
+        # Workers of these tests are mostly idle, where handing over is not worth it.
+        router_args=("--disagg", "always"),
         env=SETTINGS | dict(env or {}),
         log_dir=log_dir,
         **workers,

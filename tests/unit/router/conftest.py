@@ -140,7 +140,8 @@ async def start_cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartC
     async def start(**settings: Any) -> Cluster:
         store = settings.pop("shared", None) or MemoryStore()
         registry = MemoryRegistry("default", store)
-        values = replace(RouterSettings(), port=0, shutdown_grace=1.0, **settings)
+        # Handing over between workers that are as idle as fakes is never worth it.
+        values = replace(RouterSettings(), port=0, shutdown_grace=1.0, **{"disagg": "always", **settings})
         index = MemoryBlockIndex("default", store)
         service = RouterService(values, registry=registry, index=index, refresh_s=0.02)
         await service.start()

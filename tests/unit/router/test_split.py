@@ -113,7 +113,7 @@ async def test_where_all_workers_do_both_a_request_is_not_handed_over_for_nothin
     for _ in range(2):
         await cluster.post("/v1/completions", COMPLETION)
     assert [seen.raw for worker in (one, two) for seen in worker.posts] == [COMPLETION] * 2
-    assert cluster.metric("bypass_total", reason="sooner_whole") == 2
+    assert cluster.metric("bypass_total", reason="all_do_both") == 2
 
 
 @pytest.mark.parametrize(("first", "second"), [(Role.PREFILL, Role.BOTH), (Role.BOTH, Role.DECODE)])

@@ -31,7 +31,9 @@ async def start_router() -> AsyncIterator[StartRouter]:
 
     async def start(*workers: tuple[FakeWorker, Role], **settings: Any) -> RouterService:
         static = tuple(StaticWorker(worker.url, role) for worker, role in workers)
-        values = replace(RouterSettings(), port=0, workers=static, shutdown_grace=1.0, **settings)
+        values = replace(
+            RouterSettings(), port=0, workers=static, shutdown_grace=1.0, **{"disagg": "always", **settings}
+        )
         service = RouterService(values, refresh_s=0.02)
         await service.start()
         started.append(service)

@@ -35,7 +35,7 @@ async def registry(store: EmbeddedStore) -> AsyncIterator[Registry]:
 
 @pytest.fixture
 async def router(store: EmbeddedStore) -> AsyncIterator[RouterService]:
-    service = RouterService(replace(RouterSettings(), port=0, store=store.url, shutdown_grace=1.0))
+    service = RouterService(replace(RouterSettings(), port=0, store=store.url, shutdown_grace=1.0, disagg="always"))
     await service.start()
     yield service
     await service.stop()
@@ -128,7 +128,7 @@ async def test_router_starts_without_its_store_and_finds_workers_later(
     store: EmbeddedStore, registry: Registry, start_worker: StartWorker
 ) -> None:
     store.kill()
-    service = RouterService(replace(RouterSettings(), port=0, store=store.url))
+    service = RouterService(replace(RouterSettings(), port=0, store=store.url, disagg="always"))
     await service.start()
     try:
         await until(lambda: service.directory.store.problem, "the store was asked")

@@ -27,7 +27,8 @@ async def start_router() -> AsyncIterator[StartRouter]:
     started: list[RouterService] = []
 
     async def start(workers: int, **settings: Any) -> RouterService:
-        service = RouterService(replace(RouterSettings(), port=0, shutdown_grace=1.0, **settings), refresh_s=0.05)
+        values = replace(RouterSettings(), port=0, shutdown_grace=1.0, **{"disagg": "always", **settings})
+        service = RouterService(values, refresh_s=0.05)
         started.append(service)
         await service.start()
         await until(lambda: len(service.directory.workers) == workers, "the router knows every worker")
