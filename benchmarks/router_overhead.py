@@ -100,7 +100,7 @@ def contenders() -> tuple[list[Contender], list[str]]:
     def split(port: int, workers: Sequence[int]) -> list[str]:
         roles = ("prefill", "decode")
         named = [f"--worker=http://127.0.0.1:{worker}={role}" for worker, role in zip(workers, roles, strict=True)]
-        return [*ours, str(port), *named]
+        return [*ours, str(port), "--disagg", "always", *named]
 
     def without_ids(port: int, workers: Sequence[int]) -> list[str]:
         return [*whole(port, workers), "--continue-streams", "0"]

@@ -171,6 +171,8 @@ def run(interrupts: Interrupts, *, keep_running: bool) -> None:
         prefill=1,
         decode=1,
         worker_args=["--served-model-name", MODEL_NAME],
+        # One question at a time is soonest answered by one worker; the demo is to show two.
+        router_args=["--disagg", "always"],
         log_dir=log_dir,
         on=here,
     )

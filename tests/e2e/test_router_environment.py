@@ -58,7 +58,7 @@ async def test_router_of_the_base_install_serves_a_split_request(base_install: P
     port = free_port()
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_PD_", "PYTHON"))}
     command = [str(base_install / "vllm-pd-router"), "--port", str(port)]
-    command += ["--worker", f"{prefill.url}=prefill", "--worker", f"{decode.url}=decode"]
+    command += ["--worker", f"{prefill.url}=prefill", "--worker", f"{decode.url}=decode", "--disagg", "always"]
     router = ManagedProcess(ProcessSpec("router", command, tmp_path / "router.log", env=environ, cwd=tmp_path))
     body = json.dumps({"model": "m", "prompt": list(range(100)), "max_tokens": 9}).encode()
 
