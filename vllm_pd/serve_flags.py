@@ -199,6 +199,9 @@ def resolve(engine_args: Any, args: argparse.Namespace) -> WorkerSettings | None
         SettingsError: one sentence that says what to change.
     """
     request = read_request(args)
+    unsaid = isinstance(getattr(engine_args, "shutdown_timeout", None), Unsaid)
+    if unsaid:
+        engine_args.shutdown_timeout = int(engine_args.shutdown_timeout)
     given_json = engine_args.kv_transfer_config
     if given_json is not None:
         args.pd_plugin = PluginLoader(CONNECTOR)
@@ -223,7 +226,7 @@ def resolve(engine_args: Any, args: argparse.Namespace) -> WorkerSettings | None
     else:
         settings = request.settings()
     _apply(settings, engine_args, given_json)
-    if isinstance(getattr(args, "shutdown_timeout", None), Unsaid):
+    if unsaid:
         engine_args.shutdown_timeout = args.shutdown_timeout = DRAIN_S
     return settings
 

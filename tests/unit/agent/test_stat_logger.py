@@ -20,6 +20,7 @@ pytestmark = pytest.mark.vllm
 from vllm_pd import vllm_compat as compat  # noqa: E402
 from vllm_pd.agent import runtime, stat_logger  # noqa: E402
 from vllm_pd.agent.kv_event_source import EventEndpoints  # noqa: E402
+from vllm_pd.agent.readiness import OwnServer  # noqa: E402
 from vllm_pd.agent.runtime import RuntimeConfig  # noqa: E402
 from vllm_pd.agent.tokenizer_files import Rendering  # noqa: E402
 from vllm_pd.graph.embedded_store import EmbeddedStore  # noqa: E402
@@ -74,17 +75,25 @@ def engine_config(model: str, rank: int = 0) -> SimpleNamespace:
             hf_config=SimpleNamespace(model_type="llama"),
             dtype="torch.bfloat16",
             max_model_len=2048,
+            generation_config="auto",
+            override_generation_config={"max_new_tokens": 300},
+            get_diff_sampling_param=lambda: {"max_tokens": 300, "presence_penalty": 0.5},
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", block_size=32, prefix_caching_hash_algo="sha256_cbor", num_gpu_blocks=256
         ),
         device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(
-            _api_process_rank=rank, decode_context_parallel_size=1, data_parallel_rank=0, data_parallel_size_local=2
+            _api_process_rank=rank,
+            _api_process_count=1,
+            decode_context_parallel_size=1,
+            data_parallel_rank=0,
+            data_parallel_size_local=2,
         ),
-        scheduler_config=SimpleNamespace(policy="priority"),
+        scheduler_config=SimpleNamespace(policy="priority", max_num_batched_tokens=512),
         kv_events_config=None,
         kv_transfer_config=SimpleNamespace(engine_id="engine-1"),
+        shutdown_timeout=30,
     )
 
 
@@ -234,3 +243,45 @@ def test_engines_are_numbered_as_requests_name_them(
     logger.record(compat.SchedulerStats(num_running_reqs=3), None, engine_idx=5)
     eventually(lambda: set(workers(store)[0].loads) == {1})
     object.__new__(compat.AsyncLLM).shutdown()
+
+
+def test_a_worker_that_prefills_takes_jobs_with_its_own_key(store: EmbeddedStore, port: int) -> None:
+    engine = engine_config("m")
+    spec = stat_logger.agent_spec(config(store, port, role=Role.PREFILL, api_key="hunter2"), engine, 2)
+    assert spec.prefill is not None
+    assert (spec.record.claims, spec.record.asks_key) == (True, True)
+    assert (spec.prefill.api_key, spec.prefill.budget_tokens, spec.prefill.grace_s) == ("hunter2", 2 * 512 * 2, 30)
+    assert spec.prefill.server == OwnServer(host="127.0.0.1", port=port)
+    assert spec.prefill.progress_known
+    assert "hunter2" not in repr(spec)
+    # The reports of the engines then reach this process in part.
+    engine.parallel_config._api_process_count = 2
+    spec = stat_logger.agent_spec(config(store, port, role=Role.BOTH, prefill_budget_tokens=99), engine, 2)
+    assert spec.prefill is not None
+    assert (spec.prefill.budget_tokens, spec.prefill.progress_known, spec.record.asks_key) == (99, False, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"role": Role.DECODE}, ""),
+        ({"role": Role.PREFILL, "nixl_host": ""}, ""),
+        ({"role": Role.PREFILL, "tls": True, "asks_certificate": True}, "wants certificates of its clients"),
+        (
+            {"role": Role.PREFILL, "tls": True, "uds": "/s", "advertise_url": "https://a:1"},
+            "TLS on a Unix socket",
+        ),
+    ],
+)
+def test_a_worker_that_cannot_do_jobs_claims_none_and_says_why(
+    changes: dict[str, Any], said: str, store: EmbeddedStore, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="vllm.vllm_pd"):
+        caplog.handler.setLevel("WARNING")
+        stat_logger.logger.addHandler(caplog.handler)
+        try:
+            spec = stat_logger.agent_spec(config(store, port, **changes), engine_config("m"), 1)
+        finally:
+            stat_logger.logger.removeHandler(caplog.handler)
+    assert (spec.prefill, spec.record.claims) == (None, False)
+    assert said in caplog.text and bool(caplog.text) == bool(said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,35 @@ def test_environment_without_a_connector_changes_nothing(engine_args: Make, monk
     monkeypatch.setenv("VLLM_PD_STORE", "redis://127.0.0.1:6379")
     monkeypatch.setenv("VLLM_PD_ROLE", "prefill")
     assert engine_args().kv_transfer_config is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "seconds"),
+    [
+        ([], 0),
+        (["--kv-connector", "NixlConnector"], 0),
+        (["--kv-connector", "pd"], 30),
+        (['--kv-transfer-config={"kv_connector":"pd","kv_role":"kv_both"}'], 30),
+        (["--kv-connector", "pd", "--shutdown-timeout", "0"], 0),
+        (["--kv-connector", "pd", "--shutdown-timeout", "7"], 7),
+    ],
+)
+def test_a_pd_worker_drains_when_it_is_stopped_unless_the_user_says_otherwise(
+    argv: list[str], seconds: int, engine_args: Make
+) -> None:
+    made = engine_args(*argv).shutdown_timeout
+    assert (made, type(made)) == (seconds, int)
+
+
+def test_further_api_servers_drain_alike(serve_parser: Any) -> None:
+    """They get the arguments of the process that spawned them, and turn them into engine arguments again."""
+    from vllm import AsyncEngineArgs
+
+    args = serve_parser.parse_args(["m", "--kv-connector", "pd"])
+    assert pickle.loads(pickle.dumps(args)).shutdown_timeout == 0  # noqa: S301
+    AsyncEngineArgs.from_cli_args(args)
+    again = pickle.loads(pickle.dumps(args))  # noqa: S301
+    assert AsyncEngineArgs.from_cli_args(again).shutdown_timeout == 30
 
 
 def test_the_password_of_the_store_is_not_in_what_vllm_logs(serve_parser: Any, engine_args: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ssl
 from typing import Any
 
 import pytest
@@ -77,3 +78,29 @@ def test_what_the_agent_is_told_of_adapters_and_events() -> None:
     told = worker_setup._runtime_config(settings.WorkerSettings(), args, None, True)
     assert (told.loras, told.lora_paths) == (("a", "b"), ("/adapters/a", "org/b"))
     assert told.kv_events
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "key"),
+    [
+        (None, None, ""),
+        (None, "from-environment", "from-environment"),
+        (["first", "second"], "from-environment", "first"),
+        ([""], "from-environment", ""),
+    ],
+)
+def test_the_agent_knows_a_key_of_its_own_server_and_keeps_it_to_itself(
+    given: list[str] | None, environment: str | None, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("VLLM_API_KEY", environment)
+    args = argparse.Namespace(model="m", port=8000, api_key=given)
+    told = worker_setup._runtime_config(settings.WorkerSettings(prefill_budget_tokens=77), args, None, True)
+    assert (told.api_key, told.prefill_budget_tokens, told.asks_certificate) == (key, 77, False)
+    assert not key or key not in repr(told)
+
+
+def test_the_agent_knows_that_its_server_wants_certificates() -> None:
+    args = argparse.Namespace(model="m", port=8000, ssl_cert_reqs=int(ssl.CERT_REQUIRED))
+    assert worker_setup._runtime_config(settings.WorkerSettings(), args, None, True).asks_certificate
