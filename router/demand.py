@@ -13,8 +13,10 @@ from vllm_pd.router.request_fields import RequestFields
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.routing import policies
 from vllm_pd.routing.policies.base import Policy
+from vllm_pd.routing.split_rule import SplitRule, split_rule
 from vllm_pd.state.base import PoolId
 
+DISAGG_HEADER = "x-vllm-pd-disagg"
 POLICY_HEADER = "x-vllm-pd-policy"
 TEMPERATURE_HEADER = "x-vllm-pd-temperature"
 HIGHEST_TEMPERATURE = 1000.0
@@ -43,6 +45,8 @@ class Demand:
     explain: bool
     forbidden: Reason | None
     """Which property of the request forbids a split."""
+    rule: SplitRule
+    """When it is split, if nothing forbids it."""
     prompts: Mapping[PoolId, PromptBlocks] = field(default_factory=dict)
 
     def prompt(self, pool: PoolId) -> PromptBlocks:
@@ -72,6 +76,9 @@ class DemandReader:
     def __init__(self, settings: RouterSettings) -> None:
         self._policy = policies.policy(settings.policy, settings.weights)
         self._temperature = settings.temperature
+        self._rule = settings.split_rule
+        limit = settings.max_local_prefill_tokens
+        self._max_local = limit if isinstance(limit, int) else None
         self._obeys_headers = settings.allow_overrides
         self._session_header = settings.session_header
 
@@ -89,7 +96,7 @@ class DemandReader:
         Raises:
             BadOverride: see there.
         """
-        policy, temperature = self._policy, self._temperature
+        policy, temperature, rule = self._policy, self._temperature, self._rule
         if self._obeys_headers:
             name = headers.get(POLICY_HEADER)
             if name is not None and name != policy.name:
@@ -100,6 +107,12 @@ class DemandReader:
             text = headers.get(TEMPERATURE_HEADER)
             if text is not None:
                 temperature = _temperature(text)
+            name = headers.get(DISAGG_HEADER)
+            if name is not None and name != rule.name:
+                try:
+                    rule = split_rule(name, self._max_local)
+                except SettingsError as e:
+                    raise BadOverride(f"Header {DISAGG_HEADER}: {e}") from None
         return Demand(
             request,
             path,
@@ -111,6 +124,7 @@ class DemandReader:
             headers.get(self._session_header, ""),
             headers.get(EXPLAIN_HEADER) == "1",
             bypass_by_request(fields, kind),
+            rule,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from vllm_pd.router.announcements import Announcements
@@ -24,6 +24,7 @@ from vllm_pd.routing import policies
 from vllm_pd.routing.decide import Decision, PoolAsk, decide
 from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.model import Ask, Choice, Overlaps
+from vllm_pd.routing.plan import Plan
 from vllm_pd.routing.record import DecisionRecord, record_of
 from vllm_pd.routing.split_rule import Disagg, SplitRule
 from vllm_pd.state.base import PoolId, Role, WorkerId
@@ -35,6 +36,9 @@ _REASONS = {
     "sooner whole": Reason.SOONER_WHOLE,
     "split": Reason.SPLIT,
 }
+
+_NO_SPLIT, _TRY = SplitRule(Disagg.NEVER), SplitRule(Disagg.ALWAYS)
+TRY_EVERY = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,6 @@ class Placer:
         clock: Callable[[], float],
     ) -> None:
         self._random = Random(settings.seed if settings.seed >= 0 else None)
-        self._rule = settings.split_rule
-        self._rule_of_equals = replace(self._rule, name=Disagg.NEVER)
         self._orders = policies.policy(settings.policy, settings.weights).patience > 0
         """Else all keep the order of arrival, those with another policy by a header too."""
         self._sessions = Sessions(settings.session_ttl)
@@ -79,6 +81,8 @@ class Placer:
         self._announcements = announcements
         self._clock = clock
         self._picks = 0
+        self._not_handed_over = 0
+        """Requests in a row that went whole because of what a hand-over is believed to take."""
 
     def place(
         self, demand: Demand, workers: Sequence[Worker], *, split: bool, exclude: Collection[WorkerId] = ()
@@ -97,19 +101,28 @@ class Placer:
         seed = self._random.getrandbits(48) if demand.temperature > 0 else None
         # Where all workers do both, none is there to keep prompts off the others: a hand-over would save nothing.
         equals = len(usable) > 1 and all(worker.role is Role.BOTH for worker in usable)
-        rule = self._rule_of_equals if equals else self._rule
-        decision = decide(
-            demand.policy,
-            asks,
-            now,
-            rule=rule,
-            temperature=demand.temperature,
-            random=Random(seed) if seed is not None else None,
-            explain=demand.explain,
-        )
+        rule = _NO_SPLIT if equals else demand.rule
+        decision = _decide(demand, asks, rule, seed, now)
+        if decision.plan.weighed is not None and self._worth_a_try(decision.plan):
+            rule = _TRY
+            decision = _decide(demand, asks, rule, seed, now)
         placement = self._placement(demand, usable, asks, decision, rule, seed, now)
         self._metrics.scheduling_seconds.observe(time.perf_counter() - began)
         return placement
+
+    def _worth_a_try(self, plan: Plan) -> bool:
+        """Whether a request is split although the rule `auto` says no: how long a hand-over takes is learned from
+        hand-overs only, so an estimate that is too high would stay for ever."""
+        weighed = plan.weighed
+        if plan.remote:
+            self._not_handed_over = 0
+        elif weighed is not None and weighed.there - weighed.transfer <= weighed.here:
+            # It is the hand-over that decides.
+            self._not_handed_over += 1
+            if self._not_handed_over >= TRY_EVERY:
+                self._not_handed_over = 0
+                return True
+        return False
 
     def _asks(self, demand: Demand, workers: Sequence[Worker], *, split: bool, now: float) -> list[PoolAsk]:
         pools: dict[PoolId, tuple[list[EngineLedger], list[EngineLedger]]] = {}
@@ -181,7 +194,7 @@ class Placer:
         if made.prefill is not None:
             prefill = _placed(demand, workers, ask, made.prefill, _lead(ask, made.prefill))
         reason = demand.forbidden or _REASONS.get(made.reason)
-        if reason is Reason.NEVER and rule is self._rule_of_equals:
+        if reason is Reason.NEVER and rule is _NO_SPLIT:
             reason = Reason.EQUALS
         if reason is None:
             short = ask.ask.tokens < ask.ask.block_size
@@ -259,6 +272,18 @@ def _lead(ask: PoolAsk, choice: Choice) -> int:
         if each.holder in overlaps and each.holder != best.holder
     )
     return best.overlap.blocks + best.promised - max(others, default=0)
+
+
+def _decide(demand: Demand, asks: Sequence[PoolAsk], rule: SplitRule, seed: int | None, now: float) -> Decision:
+    return decide(
+        demand.policy,
+        asks,
+        now,
+        rule=rule,
+        temperature=demand.temperature,
+        random=Random(seed) if seed is not None else None,
+        explain=demand.explain,
+    )
 
 
 def _placed(demand: Demand, workers: Sequence[Worker], ask: PoolAsk, choice: Choice, lead: int = 0) -> Placed:

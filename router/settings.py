@@ -165,7 +165,8 @@ class RouterSettings:
         default=-1,
     )
     allow_overrides: bool = setting(
-        help="whether the headers x-vllm-pd-policy and x-vllm-pd-temperature of a request are obeyed: on or off",
+        help="whether the headers x-vllm-pd-policy, x-vllm-pd-temperature and x-vllm-pd-disagg of a request are "
+        "obeyed: on or off",
         env="VLLM_PD_ROUTER_ALLOW_OVERRIDES",
         flag="--allow-overrides",
         parse=layered.boolean,

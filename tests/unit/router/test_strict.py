@@ -9,6 +9,7 @@ import pytest
 from tests.unit.router.conftest import LONG, SPEC, StartCluster, StartWorker, until
 from tests.unit.router.fake_worker import status
 from vllm_pd.errors import SettingsError
+from vllm_pd.router import placement
 from vllm_pd.router.settings import load
 from vllm_pd.state import Role, WorkerId
 
@@ -116,6 +117,34 @@ async def test_each_rule_is_obeyed_counted_and_explained(
         assert cluster.metric("bypass_total", reason=reason) == 1
     else:
         assert cluster.metric("split_total") == 1
+
+
+async def test_header_names_the_rule_of_one_request(start_cluster: StartCluster, start_worker: StartWorker) -> None:
+    cluster = await start_cluster(disagg="auto")
+    prefill = await start_worker()
+    await cluster.join(prefill, Role.PREFILL)
+    await cluster.join(await start_worker(), Role.DECODE)
+    assert (await cluster.post(PATH, BODY, headers={"x-vllm-pd-disagg": "always"}))[0] == 200
+    assert len(prefill.posts) == 1
+    assert (await cluster.post(PATH, BODY))[0] == 200
+    assert len(prefill.posts) == 1
+    code, answer = await cluster.post(PATH, BODY, headers={"x-vllm-pd-disagg": "alway"})
+    assert (code, "did you mean 'always'" in json.loads(answer)["error"]["message"]) == (400, True)
+
+
+async def test_hand_over_that_is_never_worth_it_is_tried_now_and_then(
+    start_cluster: StartCluster, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "TRY_EVERY", 3)
+    cluster = await start_cluster(disagg="auto")
+    prefill = await start_worker()
+    await cluster.join(prefill, Role.PREFILL)
+    await cluster.join(await start_worker(), Role.DECODE)
+    split = []
+    for _ in range(7):
+        assert (await cluster.post(PATH, BODY))[0] == 200
+        split.append(len(prefill.posts))
+    assert split == [0, 0, 1, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
