@@ -99,9 +99,11 @@ class LiveEngine:
 
     def _begin(self, now: float) -> None:
         for work in self._aborted:
-            # It may have finished while it waited here.
+            # It may have finished while it waited here: nobody will ask for what it was to hold.
             if self.engine.generated(work) < work.output:
                 self.engine.abort(work)
+            elif work.hold:
+                self.engine.release(work)
         self._aborted.clear()
         engine = self.engine
         each = engine.timing.decode(engine.kv_usage, engine.decoding)
