@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 
 import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
+from vllm_pd.router.keepalive import keep_alive
 from vllm_pd.router.transport import (
     ConnectFailed,
     ConnectTimeout,
@@ -141,6 +143,7 @@ class AiohttpUpstream:
             keepalive_timeout=KEEPALIVE_S,
             ttl_dns_cache=30,
             ssl=tls if tls is not None else True,
+            socket_factory=_new_socket,
         )
         self._connect_timeout = connect_timeout
         self._urls: dict[str, URL] = {}
@@ -166,6 +169,8 @@ class AiohttpUpstream:
         wait: Wait | None = None,
     ) -> AiohttpResponse:
         wait = wait if wait is not None else Wait()
+        if wait.error is not None:
+            raise wait.error
         try:
             url = self._url(base + target)
         except ValueError as e:
@@ -209,6 +214,13 @@ class AiohttpUpstream:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _new_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    sock = socket.socket(family, kind, protocol)
+    keep_alive(sock)
+    return sock
 
 
 def _cause(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 
+from vllm_pd.router.keepalive import keep_alive
 from vllm_pd.router.transport import BodyError, ClientGone, Handler, Headers
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -157,6 +158,14 @@ class AiohttpReply:
             self._raw.transport.abort()
 
 
+class _Server(web.Server):
+    """Notices clients whose host vanished while they wait for an answer."""
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        keep_alive(transport.get_extra_info("socket"))
+
+
 class AiohttpServer:
     """`HttpServer` of one listening address."""
 
@@ -169,7 +178,7 @@ class AiohttpServer:
         self._runner: web.ServerRunner | None = None
 
     async def start(self) -> int:
-        server = web.Server(
+        server = _Server(
             self._serve,
             handler_cancellation=True,
             access_log=None,

@@ -46,6 +46,8 @@ class Broken:
     """In one sentence."""
     at: float
     """When it was noticed, `time.monotonic()`."""
+    stopping: bool = False
+    """Not the worker broke it off but this router, which is being stopped."""
 
 
 @dataclass(slots=True)

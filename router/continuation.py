@@ -70,6 +70,7 @@ class Why(StrEnum):
     """Why nobody was asked, beside what `continuable.why_not` finds in the request."""
 
     OFF = "off"
+    STOPPING = "stopping"
     ENDPOINT = "endpoint"
     NO_IDS = "no_ids"
     PARSER = "parser"
@@ -81,6 +82,7 @@ class Why(StrEnum):
 
 _CAUSES: Mapping[str, str] = {
     Why.OFF: "--continue-streams is 0",
+    Why.STOPPING: "a router that is being stopped asks nobody",
     Why.ENDPOINT: "only chats and completions can be continued",
     Why.NO_IDS: "it gave no token ids to continue from",
     Why.PARSER: "a parser of the worker (reasoning, tools) made the events, so token ids do not tell what was sent",
@@ -211,6 +213,8 @@ class Continuation:
 
     async def _following(self, call: Call, broken: Broken, lost: set[WorkerId], times: int) -> Call:
         """The call that goes on with the stream of `call`. Raises _Stop."""
+        if broken.stopping:
+            raise _Stop(Why.STOPPING)
         tail = self._tail(call, times)
         members, kind = read_body(call.body), call.demand.kind
         assert members is not None and kind is not None

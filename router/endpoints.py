@@ -14,6 +14,7 @@ import msgspec
 from vllm_pd.router import explain_endpoint
 from vllm_pd.router.call import CHAT, COMPLETION, CallReader, Endpoint
 from vllm_pd.router.directory import Directory
+from vllm_pd.router.drain import STOPPING, Drain
 from vllm_pd.router.explain_endpoint import ExplainEndpoint
 from vllm_pd.router.headers import to_worker
 from vllm_pd.router.metrics import CLIENT_GONE, RouterMetrics
@@ -83,6 +84,7 @@ class Endpoints:
         calls: CallReader,
         placer: Placer,
         readiness: Readiness,
+        drain: Drain,
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
@@ -91,6 +93,7 @@ class Endpoints:
         self._upstream = upstream
         self._proxy = proxy
         self._readiness = readiness
+        self._drain = drain
         self._metrics = metrics
         self._clock = clock
         self._api_key = settings.api_key.encode()
@@ -133,10 +136,16 @@ class Endpoints:
         if endpoint is not None:
             if method != "POST":
                 await _wrong_method(reply, path, "POST")
-            elif self._is_allowed(request):
-                await self._proxy.serve(endpoint, request, reply)
-            else:
+            elif not self._is_allowed(request):
                 await _unauthorized(reply)
+            elif self._drain.draining:
+                await send_error(reply, 503, STOPPING, [("Connection", "close")])
+            else:
+                self._drain.begin()
+                try:
+                    await self._proxy.serve(endpoint, request, reply)
+                finally:
+                    self._drain.end()
             return
         own = self._own.get(path)
         if own is None:
@@ -164,7 +173,7 @@ class Endpoints:
         await reply.send(200, [("Content-Type", "text/plain; version=0.0.4; charset=utf-8")], self._metrics.page())
 
     async def _ready(self, request: ClientRequest, reply: ClientReply) -> None:
-        missing = self._readiness.missing()
+        missing = STOPPING if self._drain.draining else self._readiness.missing()
         store = self._directory.store
         value = {
             "ready": not missing,

@@ -25,6 +25,7 @@ from vllm_pd.router.transport import (
     ConnectFailed,
     FirstByteTimeout,
     Headers,
+    RouterStopping,
     Upstream,
     UpstreamError,
     UpstreamResponse,
@@ -140,6 +141,8 @@ class DirectPrefill:
             return PrefillOutcome(failure=Failure.TIMEOUT)
         except WorkerDown:
             return PrefillOutcome(failure=Failure.DOWN)
+        except RouterStopping:
+            return PrefillOutcome(failure=Failure.DISCONNECT)
         except UpstreamError as e:
             self._directory.note_failed(worker, str(e))
             return PrefillOutcome(failure=Failure.DISCONNECT)

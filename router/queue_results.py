@@ -93,6 +93,10 @@ class JobResults:
                 break
             del self._abandoned[oldest]
 
+    def lose(self) -> None:
+        """Whoever waits is told that no result will come."""
+        _lose(self._waiting.values())
+
     async def lose_unclaimed(self) -> None:
         """Nobody claims any more: whoever waits for a job that nobody has is told so.
 

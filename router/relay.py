@@ -15,7 +15,7 @@ from vllm_pd.router.headers import to_client
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.token_tail import TokenTail
-from vllm_pd.router.transport import Headers, StreamLost, UpstreamResponse, header
+from vllm_pd.router.transport import Headers, RouterStopping, StreamLost, UpstreamResponse, header
 
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
 
@@ -117,9 +117,13 @@ class Relay:
 
 
 def _note_break(attempt: Attempt, call: Call, error: StreamLost) -> None:
-    problem = f"Worker {attempt.worker.id} broke off its answer: {error}."
+    stopping = isinstance(error, RouterStopping)
+    if stopping:
+        problem = "This router is being stopped, and the time it gives answers in progress (--shutdown-grace) is over."
+    else:
+        problem = f"Worker {attempt.worker.id} broke off its answer: {error}."
     _log.warning("%s: %s", call.id, problem)
-    call.broken = Broken(attempt.worker, problem, time.monotonic())
+    call.broken = Broken(attempt.worker, problem, time.monotonic(), stopping)
 
 
 def _is_event_stream(headers: Headers) -> bool:

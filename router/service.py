@@ -20,6 +20,7 @@ from vllm_pd.router.call import CallReader
 from vllm_pd.router.continuation import Continuation
 from vllm_pd.router.decode_leg import DecodeLeg
 from vllm_pd.router.directory import Directory
+from vllm_pd.router.drain import Drain
 from vllm_pd.router.endpoints import Endpoints
 from vllm_pd.router.health import HealthWatch
 from vllm_pd.router.index_metrics import IndexCollector
@@ -48,7 +49,7 @@ from vllm_pd.router.static_probe import StaticProbe
 from vllm_pd.router.store_watch import StoreWatch
 from vllm_pd.router.tokenizer_cache import TokenizerCache
 from vllm_pd.router.tokenizer_metrics import TokenizerCollector
-from vllm_pd.router.transport import HttpServer, Upstream
+from vllm_pd.router.transport import HttpServer, RouterStopping, Upstream
 from vllm_pd.router.watched_legs import Legs
 from vllm_pd.router.worker import Worker
 from vllm_pd.state.base import Registry
@@ -61,6 +62,8 @@ STORE_TIMEOUT_S = 1.0
 PROBE_FACTOR = 4
 CHECK_INTERVAL_S = 0.5
 CLOSE_DEADLINE_S = 5.0
+CUT_S = 1.0
+"""For requests that are cut to send their last words."""
 
 _log = logging.getLogger(__name__)
 
@@ -113,6 +116,7 @@ class RouterService:
         self._announcements: Announcements | None = None
         self._prompts: PromptReader | None = None
         self._legs = Legs(clock)
+        self._drain = Drain()
         self._upstream: Upstream | None = None
         self._releases: Releases | None = None
         self.queues: QueueWatch | None = None
@@ -176,14 +180,23 @@ class RouterService:
             self._clock,
         )
         endpoints = Endpoints(
-            settings, self.directory, upstream, proxy, calls, placer, readiness, self.metrics, self._clock
+            settings,
+            self.directory,
+            upstream,
+            proxy,
+            calls,
+            placer,
+            readiness,
+            self._drain,
+            self.metrics,
+            self._clock,
         )
         server = AiohttpServer(
             endpoints,
             host=settings.host,
             port=settings.port,
             idle=settings.idle_timeout,
-            grace=settings.shutdown_grace,
+            grace=CUT_S,
         )
         try:
             self.port = await server.start()
@@ -225,9 +238,14 @@ class RouterService:
         )
 
     async def stop(self) -> None:
-        """Stop accepting, let requests in progress finish within the grace time, close everything. Idempotent."""
+        """Begin no new requests, let those in progress finish within the grace time, close everything. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
+            if not await self._drain.finish(self._settings.shutdown_grace):
+                self._legs.stop(RouterStopping("the router is being stopped"))
+                for queue in self.queues.pools if self.queues is not None else ():
+                    queue.jobs.lose()
+                await self._drain.finish(CUT_S)
             await server.stop()
         watchers, self._watchers = self._watchers, []
         await end_tasks(watchers)

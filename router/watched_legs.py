@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from vllm_pd.router.transport import Wait
+from vllm_pd.router.transport import UpstreamError, Wait
 from vllm_pd.router.worker import Worker
 
 
@@ -51,10 +51,13 @@ class Legs:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._legs: dict[Worker, set[Leg]] = {}
+        self._stopped: UpstreamError | None = None
 
     def begin(self, worker: Worker, rank: int, movable: Callable[[], bool] = never) -> Leg:
         """A leg is about to be sent. `end` must follow."""
         leg = Leg(worker, rank, self._clock(), movable)
+        if self._stopped is not None:
+            leg.wait.end(self._stopped)
         self._legs.setdefault(worker, set()).add(leg)
         return leg
 
@@ -65,6 +68,13 @@ class Legs:
             legs.discard(leg)
             if not legs:
                 del self._legs[leg.worker]
+
+    def stop(self, error: UpstreamError) -> None:
+        """End all legs with `error`, and whatever begins from now on."""
+        self._stopped = error
+        for legs in list(self._legs.values()):
+            for leg in list(legs):
+                leg.wait.end(error)
 
     @property
     def by_worker(self) -> Mapping[Worker, set[Leg]]:

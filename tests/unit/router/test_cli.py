@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,7 +16,7 @@ import aiohttp
 import pytest
 
 from tests.unit.router.conftest import WAIT_S, StartWorker, until
-from tests.unit.router.fake_worker import FakeWorker
+from tests.unit.router.fake_worker import FakeWorker, hang
 
 COMMAND = [sys.executable, "-m", "vllm_pd.router.cli"]
 ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_PD_")}
@@ -90,9 +89,24 @@ async def test_signal_lets_requests_in_flight_finish_and_ends_with_status_0(
     async with aiohttp.ClientSession() as client, client.post(router.url + "/v1/completions", data=STREAM) as reply:
         await reply.content.readany()
         router.process.send_signal(number)
-        await until(lambda: _refuses(router.port), "it stopped accepting")
+        await _drains(client, router)
+        # Who asks meanwhile is told so at once, on a connection that is closed then.
+        async with client.post(router.url + "/v1/completions", data=STREAM) as refused:
+            assert refused.status == 503
+            assert refused.headers["Retry-After"]
+            assert refused.headers["Connection"] == "close"
+            assert "draining" in (await refused.json())["error"]["message"]
+        async with client.get(router.url + "/health") as health:
+            assert health.status == 200
         worker.gate.set()
         assert (await reply.read()).endswith(b"data: [DONE]\n\n")
+    assert await router.status() == 0
+    assert len(worker.posts) == 1
+
+
+async def test_idle_router_ends_at_once(start_process: StartProcess, start_worker: StartWorker) -> None:
+    router = await start_process(await start_worker(), "--shutdown-grace", "3600")
+    router.process.terminate()
     assert await router.status() == 0
 
 
@@ -103,12 +117,12 @@ async def test_second_signal_ends_at_once(start_process: StartProcess, start_wor
     async with aiohttp.ClientSession() as client, client.post(router.url + "/v1/completions", data=STREAM) as reply:
         await reply.content.readany()
         router.process.terminate()
-        await until(lambda: _refuses(router.port), "it stopped accepting")
+        await _drains(client, router)
         router.process.terminate()
         assert await router.status() == 128 + signal.SIGTERM
 
 
-async def test_requests_longer_than_the_grace_time_are_cut(
+async def test_streams_longer_than_the_grace_time_end_with_an_error_event(
     start_process: StartProcess, start_worker: StartWorker
 ) -> None:
     worker = await start_worker()
@@ -117,8 +131,36 @@ async def test_requests_longer_than_the_grace_time_are_cut(
     async with aiohttp.ClientSession() as client, client.post(router.url + "/v1/completions", data=STREAM) as reply:
         await reply.content.readany()
         router.process.terminate()
+        rest = await reply.read()
+        assert "This router is being stopped" in json.loads(rest.strip().removeprefix(b"data: "))["error"]["message"]
         assert await router.status() == 0
     await until(worker.posts[0].cancelled.is_set, "the worker was told")
+
+
+async def test_requests_without_a_first_byte_are_refused_after_the_grace_time(
+    start_process: StartProcess, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    worker.hook = hang
+    router = await start_process(worker, "--shutdown-grace", "0.2")
+    async with aiohttp.ClientSession() as client:
+        asking = asyncio.create_task(client.post(router.url + "/v1/completions", data=STREAM))
+        await worker.arrived.wait()
+        router.process.terminate()
+        async with await asking as reply:
+            assert reply.status == 503
+            assert "This router is being stopped" in (await reply.json())["error"]["message"]
+    assert await router.status() == 0
+
+
+async def _drains(client: aiohttp.ClientSession, router: Process) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            async with client.get(router.url + "/ready") as ready:
+                if ready.status == 503:
+                    assert "draining" in (await ready.json())["reason"]
+                    return
+            await asyncio.sleep(0.01)
 
 
 async def test_log_holds_one_line_for_the_start_and_none_for_requests(
@@ -137,11 +179,6 @@ async def test_log_holds_one_line_for_the_start_and_none_for_requests(
     assert "store redis://user:***@127.0.0.1:1/0, namespace default" in text
     assert "hunter2" not in text
     assert [line for line in router.log[before:] if "stopping" not in line] == []
-
-
-def _refuses(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 @pytest.mark.parametrize(
