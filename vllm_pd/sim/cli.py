@@ -31,6 +31,9 @@ _EXAMPLES = """examples:
   # two prefill and two decode workers instead of four that do both
   vllm-pd simulate trace.jsonl --prefill 2 --decode 2
 
+  # does splitting pay, and by which rule?
+  vllm-pd simulate trace.jsonl --prefill 2 --decode 2 --disagg always,never,auto --policies predicted
+
   # with the speed of a worker that runs here and is idle; the model is kept in worker.json
   vllm-pd simulate trace.jsonl --fit http://localhost:8000 --save-timing worker.json
 
@@ -71,6 +74,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     cells.add_argument("--prefill", type=int, default=0, metavar="N", help="prefill workers")
     cells.add_argument("--decode", type=int, default=0, metavar="N", help="decode workers")
+    cells.add_argument(
+        "--disagg",
+        default="auto",
+        metavar="LIST",
+        help="when requests are split between them, as of vllm-pd-router; or `all`; default: %(default)s",
+    )
+    cells.add_argument(
+        "--max-local-prefill-tokens", type=_natural, metavar="N", help="of these rules, as of vllm-pd-router"
+    )
     engine = parser.add_argument_group("workers")
     engine.add_argument(
         "--gpu-blocks", type=_positive, default=2048, metavar="N", help="GPU cache; default: %(default)s"
@@ -146,7 +158,8 @@ def run(args: argparse.Namespace) -> int:
 
     def told(done: int, report: Report) -> None:
         if not args.quiet:
-            cell = f"{report.policy}, {report.cluster} workers, x{report.speed:g}"
+            rule = f" {report.disagg}" if report.disagg else ""
+            cell = f"{report.policy}, {report.cluster} workers{rule}, x{report.speed:g}"
             print(f"{done}/{len(configs)} {cell}: mean TTFT {report.ttft_mean:.0f} ms", file=sys.stderr, flush=True)
 
     reports = simulate(trace, configs, args.jobs, told)
@@ -196,6 +209,7 @@ def _timing(args: argparse.Namespace) -> TimingModel:
 
 def _cells(args: argparse.Namespace) -> list[ClusterConfig]:
     from vllm_pd.routing.policies import POLICIES
+    from vllm_pd.routing.split_rule import Disagg, split_rule
     from vllm_pd.sim.cluster import ClusterConfig
     from vllm_pd.sim.work import EngineConfig
 
@@ -216,12 +230,17 @@ def _cells(args: argparse.Namespace) -> list[ClusterConfig]:
         scheduling_policy=args.scheduling_policy,
     )
     timing = _timing(args)
+    names = list(Disagg) if args.disagg == "all" else args.disagg.split(",")
+    if args.disagg == "all" and args.max_local_prefill_tokens is None:
+        names.remove(Disagg.THRESHOLD)
+    rules = [split_rule(name.strip(), args.max_local_prefill_tokens) for name in names]
     clusters = [(count, 0, 0) for count in args.workers or ([] if split else [4])]
     if split:
         clusters.append((0, args.prefill, args.decode))
     return [
         ClusterConfig(
             policy=policy,
+            rule=rule,
             workers=workers,
             prefill=prefill,
             decode=decode,
@@ -235,6 +254,7 @@ def _cells(args: argparse.Namespace) -> list[ClusterConfig]:
         for workers, prefill, decode in clusters
         for speed in args.speed
         for policy in policies
+        for rule in (rules if prefill else rules[:1])
     ]
 
 

@@ -49,7 +49,7 @@ def draw(reports: Sequence[Report], title: str) -> Figure:
     from matplotlib.figure import Figure
 
     cells = list(dict.fromkeys((report.cluster, report.speed) for report in reports))
-    policies = list(dict.fromkeys(report.policy for report in reports))
+    policies = list(dict.fromkeys(report.label for report in reports))
     colors = {policy: f"C{i % 10}" for i, policy in enumerate(policies)}
     figure = Figure(figsize=(1.5 + 3.8 * len(cells), 12), layout="constrained")
     axes = figure.subplots(4, len(cells), squeeze=False, sharey="row")
@@ -102,7 +102,7 @@ def _cells(tag: str, row: Sequence[str]) -> str:
 
 def _draw_ttft(axis: Any, reports: Sequence[Report], colors: dict[str, str]) -> None:
     for report in reports:
-        axis.plot(report.ttft_curve, range(101), color=colors[report.policy], label=report.policy)
+        axis.plot(report.ttft_curve, range(101), color=colors[report.label], label=report.label)
     axis.set_xscale("log")
     axis.set_xlabel("TTFT below, ms")
     axis.grid(alpha=0.3)
@@ -110,14 +110,14 @@ def _draw_ttft(axis: Any, reports: Sequence[Report], colors: dict[str, str]) -> 
 
 def _bars(axis: Any, reports: Sequence[Report]) -> range:
     places = range(len(reports))
-    axis.set_xticks(places, [report.policy for report in reports], rotation=40, ha="right", fontsize="small")
+    axis.set_xticks(places, [report.label for report in reports], rotation=40, ha="right", fontsize="small")
     axis.grid(axis="y", alpha=0.3)
     return places
 
 
 def _draw_itl(axis: Any, reports: Sequence[Report], colors: dict[str, str]) -> None:
     for place, report in zip(_bars(axis, reports), reports, strict=True):
-        axis.bar(place, report.itl_mean, color=colors[report.policy])
+        axis.bar(place, report.itl_mean, color=colors[report.label])
         axis.plot((place, place), (report.itl_mean, report.itl_p99), color="black", linewidth=1)
 
 
@@ -125,7 +125,7 @@ def _draw_hits(axis: Any, reports: Sequence[Report], colors: dict[str, str]) -> 
     for place, report in zip(_bars(axis, reports), reports, strict=True):
         bottom = 0.0
         for (_, strength), part in zip(_TIERS, (report.hit_gpu, report.hit_cpu, report.hit_ssd), strict=True):
-            axis.bar(place, part * 100, bottom=bottom, color=colors[report.policy], alpha=strength)
+            axis.bar(place, part * 100, bottom=bottom, color=colors[report.label], alpha=strength)
             bottom += part * 100
     if any(report.hit_cpu or report.hit_ssd for report in reports):
         axis.set_xlabel("strong to faint: GPU, CPU, SSD", fontsize="small")
@@ -133,7 +133,7 @@ def _draw_hits(axis: Any, reports: Sequence[Report], colors: dict[str, str]) -> 
 
 def _draw_shares(axis: Any, reports: Sequence[Report], colors: dict[str, str]) -> None:
     for place, report in zip(_bars(axis, reports), reports, strict=True):
-        axis.bar(place - 0.2, report.share_max, width=0.38, color=colors[report.policy])
-        axis.bar(place + 0.2, report.busy_max, width=0.38, color=colors[report.policy], alpha=0.5)
+        axis.bar(place - 0.2, report.share_max, width=0.38, color=colors[report.label])
+        axis.bar(place + 0.2, report.busy_max, width=0.38, color=colors[report.label], alpha=0.5)
     axis.set_xlabel("strong: requests, faint: seconds computed", fontsize="small")
     axis.axhline(1, color="black", linewidth=0.8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from vllm_pd.routing.split_rule import Disagg
 from vllm_pd.sim.cluster import ITL_RESOLUTION, Run
 
 
@@ -15,6 +16,10 @@ class Report:
     policy: str
     cluster: str
     """`4` workers, or `2P+2D`."""
+    disagg: str
+    """By which rule requests are split; "" where no worker only prefills."""
+    split: float
+    """Part of the requests that were."""
     speed: float
     requests: int
     refused: int
@@ -27,6 +32,8 @@ class Report:
     ttft_p99: float
     ttft_curve: tuple[float, ...]
     """Percentiles 0, 1, ..., 100."""
+    request_mean: float
+    """From its arrival to its last token."""
     itl_mean: float
     """Over all tokens but the first of each request, pauses by preemption included."""
     itl_p50: float
@@ -46,6 +53,11 @@ class Report:
     makespan_s: float
     """From the first arrival to the last token."""
     output_tokens_per_s: float
+
+    @property
+    def label(self) -> str:
+        """The policy, with the rule unless that is the router's default."""
+        return f"{self.policy}, {self.disagg}" if self.disagg not in ("", Disagg.AUTO) else self.policy
 
     @property
     def hits(self) -> float:
@@ -78,6 +90,8 @@ def summarize(run: Run) -> Report:
     return Report(
         policy=config.policy,
         cluster=cluster_name(config.workers, config.prefill, config.decode),
+        disagg=str(config.rule.name) if config.prefill else "",
+        split=sum(request.prefiller >= 0 for request in served) / (len(served) or 1),
         speed=config.speed,
         requests=len(served),
         refused=run.refused,
@@ -87,6 +101,7 @@ def summarize(run: Run) -> Report:
         ttft_p90=curve[90],
         ttft_p99=curve[99],
         ttft_curve=curve,
+        request_mean=sum(request.finished - request.arrived for request in served) * 1000 / (len(served) or 1),
         itl_mean=stream_seconds * 1000 / gaps if gaps else 0.0,
         itl_p50=_weighted_percentile(run, 50),
         itl_p99=_weighted_percentile(run, 99),
@@ -134,11 +149,14 @@ def _uneven(values: Sequence[float]) -> float:
 _COLUMNS = (
     ("policy", lambda r: r.policy),
     ("workers", lambda r: r.cluster),
+    ("disagg", lambda r: r.disagg or "-"),
     ("speed", lambda r: f"x{r.speed:g}"),
+    ("split", lambda r: f"{r.split:.0%}"),
     ("TTFT mean", lambda r: f"{r.ttft_mean:.0f}"),
     ("p50", lambda r: f"{r.ttft_p50:.0f}"),
     ("p90", lambda r: f"{r.ttft_p90:.0f}"),
     ("p99", lambda r: f"{r.ttft_p99:.0f}"),
+    ("request", lambda r: f"{r.request_mean:.0f}"),
     ("ITL mean", lambda r: f"{r.itl_mean:.1f}"),
     ("p99", lambda r: f"{r.itl_p99:.1f}"),
     ("hit GPU", lambda r: f"{r.hit_gpu:.1%}"),

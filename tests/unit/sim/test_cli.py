@@ -32,6 +32,17 @@ def test_cells_are_every_policy_on_every_cluster_at_every_speed(capsys: pytest.C
     assert all(cell["requests"] == 72 and cell["unfinished"] == 0 for cell in cells)
 
 
+def test_every_rule_of_splitting_is_a_cell_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--policies", "predicted", "--workers", "2", "--prefill", "1", "--decode", "1", "--disagg")
+    assert main([*SMALL, *flags, "all", "--max-local-prefill-tokens", "600", "--html", str(tmp_path / "p.html")]) == 0
+    names = [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:8]]
+    assert names == ["-", "auto", "always", "never", "threshold", "dynamo-old", "dynamo-new"]
+    assert "predicted, never" in (tmp_path / "p.html").read_text()
+    assert main([*SMALL, *flags, "never,always", "--json"]) == 0
+    _, never, always = json.loads(capsys.readouterr().out)
+    assert never["split"] == 0 < always["split"] and never["request_mean"] > never["ttft_mean"]
+
+
 def test_several_processes_give_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for jobs in ("1", "2"):
@@ -76,6 +87,7 @@ def test_a_fitted_timing_is_used_and_saved(tmp_path: Path, capsys: pytest.Captur
         (("no-such-file",), "cannot be read"),
         (("--made-up", "3", "--policies", "best"), "no policy 'best'"),
         (("--made-up", "3", "--prefill", "2"), "go together"),
+        (("--made-up", "3", "--disagg", "somtimes"), "no rule 'somtimes'"),
         (("--made-up", "3", "--timing", "no-such-file"), "timing file"),
     ],
 )
