@@ -20,7 +20,6 @@ UNREADABLE = "unreadable_body"
 UNKNOWN_FIELD = "unknown_field"
 MEDIA = "media"
 PROMPT_FORM = "prompt_form"
-NO_LIMIT = "no_limit"
 
 DEFAULT_MAX_TOKENS = 16
 """What vLLM gives a completion that names no limit. A chat gets what fits."""

@@ -78,6 +78,7 @@ class Why(StrEnum):
     BUDGET = "budget"
     HELD_BACK = "held_back"
     NO_LIMIT = "no_limit"
+    PENALTY = "default_penalty"
 
 
 _CAUSES: Mapping[str, str] = {
@@ -90,6 +91,7 @@ _CAUSES: Mapping[str, str] = {
     Why.BUDGET: "too many requests of late had to be retried",
     Why.HELD_BACK: "a character had come in part",
     Why.NO_LIMIT: "the worker does not say how long an answer may get",
+    Why.PENALTY: "its server's default sampling has a presence or frequency penalty",
 }
 
 
@@ -218,12 +220,17 @@ class Continuation:
         tail = self._tail(call, times)
         members, kind = read_body(call.body), call.demand.kind
         assert members is not None and kind is not None
-        limit = answer_limit(members, kind)
-        if limit is None:
-            longest = broken.worker.record.max_model_len
-            if not longest:
-                raise _Stop(Why.NO_LIMIT)
-            limit = longest - tail.prompt_tokens
+        record = broken.worker.record
+        if record.penalises_answers:
+            raise _Stop(Why.PENALTY)
+        limits = [
+            answer_limit(members, kind) or record.default_answer_limit,
+            record.answer_cap,
+            record.max_model_len and record.max_model_len - tail.prompt_tokens,
+        ]
+        limit = min((limit for limit in limits if limit), default=0)
+        if not limit:
+            raise _Stop(Why.NO_LIMIT)
         if not self._budget.take():
             raise _Stop(Why.BUDGET)
         workers = self._directory.serving(call.demand.model) or []

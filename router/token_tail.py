@@ -58,6 +58,7 @@ class TokenTail:
         "_chat",
         "_continued",
         "_first",
+        "_held",
         "_pending",
         "_shortest",
         "_shows_ids",
@@ -77,7 +78,7 @@ class TokenTail:
         self._chat = chat
         self._shows_ids = shows_ids
         self._pending = b""
-        self._first = b""
+        self._first = self._held = b""
         self._before = self._between = b""
         self._shortest = 0
         self._continued: ContinuedEvents | None = None
@@ -138,7 +139,7 @@ class TokenTail:
         self._pending = self._before = b""
         self.failure = ""
         if self._continued is None:
-            self._first = self.prompt = b""
+            self._first = self._held = self.prompt = b""
             self.opaque = False
 
     def _event(self, event: bytes) -> bytes:
@@ -161,8 +162,20 @@ class TokenTail:
         is_first = not self._first
         if is_first and event.startswith(b"data: {"):
             event = self._first_event(event)
-            if self.off or self.failure:
+            if self.off:
                 return event
+            if self._first and _IDS not in event:
+                # A chat's first event says nothing, and the next one comes at once: only with it can be told whether a
+                # parser is at work. A stream that breaks between the two has not begun.
+                self._held = event
+                return b""
+        out = self._later_event(event, is_first=is_first)
+        if self._held and not self.failure:
+            out = self._held + out
+            self._held = b""
+        return out
+
+    def _later_event(self, event: bytes, *, is_first: bool) -> bytes:
         start = event.find(_IDS)
         if start < 0:
             return self._other(event)
@@ -217,9 +230,8 @@ class TokenTail:
         start += len(_PROMPT_IDS)
         end = event.index(b"]", start)
         self.prompt = event[start:end]
-        without = b"".join((event[: start - 1], _NULL, event[end + 1 :]))
-        self._first = without
-        return event if self._shows_ids else without
+        self._first = b"".join((event[: start - 1], _NULL, event[end + 1 :]))
+        return event if self._shows_ids else self._first
 
     def _other(self, event: bytes) -> bytes:
         """An event without ids of the answer."""

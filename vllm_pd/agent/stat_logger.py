@@ -17,6 +17,7 @@ from vllm_pd import __version__
 from vllm_pd import vllm_compat as compat
 from vllm_pd.agent import runtime
 from vllm_pd.agent.agent import Agent
+from vllm_pd.agent.answer_defaults import answer_defaults
 from vllm_pd.agent.event_sources import event_endpoints
 from vllm_pd.agent.identity import new_epoch, pool_spec, worker_id
 from vllm_pd.agent.kv_event_source import EventEndpoints
@@ -82,6 +83,7 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
     vllm_version = compat.vllm_version()
     url = config.url()
     prefill = _prefill_spec(config, vllm_config, engines)
+    answers = answer_defaults(model)
     record = WorkerRecord(
         id=worker_id(url),
         epoch=new_epoch(),
@@ -103,6 +105,9 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
         cpu_gib=config.cpu_gib,
         ssd_gib=config.ssd_gib,
         max_model_len=int(model.max_model_len),
+        answer_cap=answers.answer_cap,
+        default_answer_limit=answers.default_answer_limit,
+        penalises_answers=answers.penalises_answers,
         versions={"vllm": vllm_version, "vllm-pd": __version__},
     )
     return AgentSpec(

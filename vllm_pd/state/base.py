@@ -97,6 +97,12 @@ class WorkerRecord:
     cpu_gib: float = 0.0
     ssd_gib: float = 0.0
     max_model_len: int = 0
+    answer_cap: int = 0
+    """Tokens that its server gives an answer at most, whatever a request asks for; 0: as many as fit."""
+    default_answer_limit: int = 0
+    """Tokens that a chat gets at most that names no limit; 0: as many as fit."""
+    penalises_answers: bool = False
+    """Whether its server's default sampling depends on the answer so far (presence or frequency penalty)."""
     tokenizer: str = ""
     """Hex SHA-256 under which the tokenizer files are in the store; empty when not published."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -151,13 +151,13 @@ async def test_a_chat_without_a_limit_gets_what_fits(start_two: Any) -> None:
     assert two.continued[0].json["max_tokens"] == 2048 - len(PROMPT) - 5
 
 
-@pytest.mark.parametrize("after", range(len(PIECES) + 1))
+@pytest.mark.parametrize("after", range(1, len(PIECES) + 1))
 async def test_it_goes_on_where_the_text_ends_and_not_within_a_character(start_two: Any, after: int) -> None:
     """A worker that goes on within a character repeats the whole prompt as text."""
     two = await start_two(Teller([Break(after, "cut")]), Teller())
     assert text(await two.ask(CHAT, body(CHAT))) == text_of(30)
     kept = len(two.continued[0].json["prompt"]) - len(PROMPT)
-    assert kept == after - (PIECES[after - 1] == "" if after else 0)
+    assert kept == after - (PIECES[after - 1] == "")
 
 
 @pytest.mark.parametrize("after", range(2, len(PIECES)))
@@ -301,10 +301,46 @@ async def test_the_prompt_is_prefilled_elsewhere_where_that_is_sooner(
     assert two.continued[0].json["kv_transfer_params"]["do_remote_prefill"] is True
 
 
-async def test_a_stream_that_breaks_before_its_first_event_is_the_whole_request_again(start_two: Any) -> None:
-    two = await start_two(Teller([Break(0, "cut", torn=b'data: {"id":"firs')]), Teller())
-    assert await two.ask(COMPLETION, body(COMPLETION)) == whole(COMPLETION, body(COMPLETION), id="other-1")
-    assert two.continued[0].json["prompt"] == LONG
+@pytest.mark.parametrize("how", ["cut", "eof", "error"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_a_stream_that_breaks_before_its_first_token_is_the_whole_request_again(
+    start_two: Any, path: str, how: str
+) -> None:
+    two = await start_two(Teller([Break(0, how, torn=b'data: {"id":"firs')] * 2), Teller())
+    assert await two.ask(path, body(path)) == whole(path, body(path), id="other-1")
+    assert two.workers[1].posts[0].path == path
+    assert any(two.cluster.metric("decode_retry_total", reason=reason) for reason in ("disconnect", "status_5xx"))
+    assert not two.outcome("continued")
+
+
+@pytest.mark.parametrize(
+    ("says", "left"),
+    [
+        ({"default_answer_limit": 20}, 15),
+        ({"answer_cap": 25}, 20),
+        ({"default_answer_limit": 40, "answer_cap": 25}, 20),
+        ({"max_model_len": len(PROMPT) + 12}, 7),
+    ],
+)
+async def test_what_the_server_gives_at_most_is_kept_to(start_two: Any, says: dict[str, int], left: int) -> None:
+    two = await start_two(Teller([Break(5, "cut")]), Teller())
+    await two.cluster.join(two.workers[0], Role.DECODE, **says)
+    asked = body(CHAT)
+    del asked["max_tokens"]
+    await two.ask(CHAT, asked)
+    assert two.continued[0].json["max_tokens"] == left
+
+
+@pytest.mark.parametrize(
+    ("says", "why"), [({"penalises_answers": True}, "default_penalty"), ({"max_model_len": 0}, "no_limit")]
+)
+async def test_a_server_whose_ways_forbid_it_is_named(start_two: Any, says: dict[str, Any], why: str) -> None:
+    two = await start_two(Teller([Break(5, "cut")]), Teller())
+    await two.cluster.join(two.workers[0], Role.DECODE, **says)
+    asked = body(CHAT)
+    del asked["max_tokens"]
+    assert two.workers[0].host_port in error(await two.ask(CHAT, asked))["message"]
+    assert two.outcome("ended", why) == 1
 
 
 async def test_beyond_the_budget_of_retries_streams_end_with_an_error(start_two: Any) -> None:

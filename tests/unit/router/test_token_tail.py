@@ -48,7 +48,9 @@ def test_only_whole_events_are_passed_on(chat: bool, options: dict[str, Any]) ->
     given = stream(chat, options, ids=True)
     for end in range(0, len(given), 5):
         out = TokenTail(chat=chat).feed(given[:end])
-        assert out.count(b"\n\n") == given[:end].count(b"\n\n")
+        whole = given[:end].count(b"\n\n")
+        # A chat's first event waits for its second.
+        assert out.count(b"\n\n") == (0 if chat and whole == 1 else whole)
         assert not out or out.endswith(b"\n\n")
 
 
