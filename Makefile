@@ -6,6 +6,8 @@ REDIS7 := .cache/redis7/.tried
 VLLM ?= 0.33.0
 KEEP ?=
 PYTEST_ARGS ?=
+# Tests mostly wait. Real servers are started by one process, one test after another; the rest runs beside.
+PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install test test-unit test-e2e test-contract test-slow test-churn lint format demo clean
@@ -32,10 +34,10 @@ $(REDIS7): scripts/redis7.py | $(STAMP)
 	@mkdir -p $(@D) && $(PY) -m scripts.redis7 && touch $@
 
 test: install ## Run every test except those marked slow
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-unit: install ## Run the tests that start no vLLM server
-	$(PY) -m pytest tests/unit -m "not e2e and not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest tests/unit -m "not e2e and not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-e2e: install ## Run the tests on real vLLM servers
 	$(PY) -m pytest tests/e2e -m "not slow" $(PYTEST_ARGS)

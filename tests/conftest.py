@@ -15,6 +15,16 @@ from vllm_pd.graph.embedded_store import EmbeddedStore
 SHM_DEADLINE_S = 30.0
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where tests run in two processes, those of a file stay together, and those on real servers are one group."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        on_servers = item.get_closest_marker("e2e") is not None
+        item.add_marker(pytest.mark.xdist_group("servers" if on_servers else str(item.path)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_memory_is_as_it_was_found() -> Iterator[None]:
     """Fails the run if it leaves something in /dev/shm that nobody uses: a server left it behind."""
