@@ -67,15 +67,21 @@ class BlockEvents:
         self._block_size = block_size
         self._held: dict[BlockHash, int] = {}
         self._contents: dict[BlockHash, BlockContent] = {}
+        self._users: dict[BlockHash, int] = {}
+        """By how many requests that may yet store it a block is described."""
 
     def describe(self, block: BlockHash, content: BlockContent) -> None:
-        """Say what is in a block that may be stored."""
+        """Say what is in a block that a request may store. `forget` must follow."""
         self._contents.setdefault(block, content)
+        self._users[block] = self._users.get(block, 0) + 1
 
     def forget(self, blocks: Iterable[BlockHash]) -> None:
-        """Drop the descriptions of blocks that were not stored, or are not held any more."""
+        """A request that described them will store none of these any more."""
         for block in blocks:
-            if block not in self._held:
+            users = self._users.pop(block, 0) - 1
+            if users > 0:
+                self._users[block] = users
+            elif block not in self._held:
                 self._contents.pop(block, None)
 
     def count(self, tier: Tier) -> int:
@@ -100,7 +106,8 @@ class BlockEvents:
                 self._held[block] = bits
             else:
                 self._held.pop(block, None)
-                self._contents.pop(block, None)
+                if block not in self._users:
+                    self._contents.pop(block, None)
         return events
 
     def _stored(self, run: list[BlockHash]) -> BlockStored:

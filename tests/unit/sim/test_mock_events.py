@@ -55,6 +55,21 @@ def test_only_what_changed_on_a_tier_is_said() -> None:
     assert events.count(Tier.GPU) == 1 and events.count(Tier.CPU) == 2
 
 
+def test_blocks_are_known_for_as_long_as_a_request_may_store_them() -> None:
+    both = [block(1), block(2)]
+    events = described(1, 2, events=described(1, 2))
+    events.forget(both)
+    # One of two requests with this prompt has ended; the other may store the blocks, lose them, and store them anew.
+    for _ in range(2):
+        (stored,) = events.events({block(1): GPU, block(2): GPU})
+        assert isinstance(stored, BlockStored)
+        assert stored.block_hashes == both
+        events.events({block(1): 0, block(2): 0})
+    events.forget(both)
+    with pytest.raises(KeyError):
+        events.events({block(1): GPU})
+
+
 async def test_whoever_asks_for_all_messages_again_knows_the_tiers() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     publisher = EventPublisher(context)
