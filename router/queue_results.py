@@ -32,10 +32,11 @@ class Expected:
         queued: the store has said that it has the job.
     """
 
-    __slots__ = ("hold", "id", "queued", "result")
+    __slots__ = ("hold", "id", "queued", "result", "since")
 
-    def __init__(self, id: JobId, hold: str) -> None:
+    def __init__(self, id: JobId, hold: str, since: float) -> None:
         self.id = id
+        self.since = since
         self.hold = hold
         """Key of the blocks that its worker will keep."""
         self.queued = False
@@ -77,7 +78,7 @@ class JobResults:
 
     def expect(self, job: JobId, hold: str) -> Expected:
         """Before it is put, so that no result comes too early. `done` must follow."""
-        expected = self._waiting[job] = Expected(job, hold)
+        expected = self._waiting[job] = Expected(job, hold, self._clock())
         return expected
 
     def done(self, expected: Expected, *, abandoned: bool) -> None:
@@ -92,6 +93,15 @@ class JobResults:
             if self._abandoned[oldest][1] > now and len(self._abandoned) <= MOST_REMEMBERED:
                 break
             del self._abandoned[oldest]
+
+    def lose(self) -> None:
+        """Whoever waits is told that no result will come."""
+        _lose(self._waiting.values())
+
+    def overdue(self, seconds: float) -> list[JobId]:
+        """Jobs in the queue whose results have been waited for that long."""
+        latest = self._clock() - seconds
+        return [each.id for each in self._waiting.values() if each.queued and each.since <= latest]
 
     def lose(self) -> None:
         """Whoever waits is told that no result will come."""
@@ -125,7 +135,7 @@ class JobResults:
             _log.warning("results of the prefill queue do not come: %s", problem)
         self.problem = problem
         if self._clock() - self._answered_at >= LOST_S:
-            _lose(self._waiting.values())
+            self.lose()
 
     async def _after_outage(self) -> None:
         """A store that came back empty has forgotten jobs: whoever waits for one of those is told."""

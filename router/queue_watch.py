@@ -1,8 +1,8 @@
 """The prefill queues of the pools that this router serves: whether they can be used, and what keeps them going.
 
 In the background, for each pool with workers that claim: this router is announced, the results of its jobs are brought,
-jobs of workers that left are given to others, claims of workers that say nothing are given up, and the depth is looked
-at. Every router does all of it; doing it twice changes nothing.
+jobs of workers that left or give no sign of life are given to others, claims of workers that say nothing are given up,
+and the depth is looked at. Every router does all of it; doing it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from vllm_pd.background import end_tasks
 from vllm_pd.errors import QueueFull, StoreError
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.legs import transfer_params
+from vllm_pd.router.queue_claimants import SUSPECT_S, Claimants
 from vllm_pd.router.queue_results import Expected, JobResults
 from vllm_pd.router.release import Hold, Releases
 from vllm_pd.router.repeat import repeat
+from vllm_pd.router.watched_legs import Legs
 from vllm_pd.router.worker import Source, Worker
 from vllm_pd.routing.queue_rule import Departure, departure
 from vllm_pd.state.base import PoolId, WorkerId
@@ -34,6 +36,8 @@ MOST_AT_ONCE = 64
 """Jobs that one call of `rehome` or `reclaim` moves at most."""
 MOST_CALLS = 32
 """Of these in a row: a stream holds some thousand jobs at most."""
+LOOKED_AT = 512
+"""Jobs of the queue, the oldest ones, among which are those that have been claimed for long."""
 CANCELS_AT_ONCE = 16
 """Each has a connection to the store meanwhile."""
 
@@ -43,9 +47,10 @@ _log = logging.getLogger(__name__)
 class PoolQueue:
     """The queue of one pool as this router sees it now."""
 
-    def __init__(self, pool: PoolId, jobs: JobResults) -> None:
+    def __init__(self, pool: PoolId, jobs: JobResults, watched: Claimants) -> None:
         self.pool = pool
         self.jobs = jobs
+        self.watched = watched
         self.up = False
         """The store has answered, and has failed at nothing since."""
         self.models: frozenset[str] = frozenset()
@@ -85,6 +90,7 @@ class QueueWatch:
         queue: PrefillQueue,
         directory: Directory,
         releases: Releases,
+        legs: Legs,
         router: str,
         clock: Callable[[], float],
     ) -> None:
@@ -92,6 +98,7 @@ class QueueWatch:
         self.router = router
         self._directory = directory
         self._releases = releases
+        self._legs = legs
         self._clock = clock
         self._pools: dict[PoolId, PoolQueue] = {}
         self._loops: dict[PoolId, asyncio.Task[None]] = {}
@@ -153,6 +160,7 @@ class QueueWatch:
             if pool not in there:
                 queue.claimers = frozenset()
                 if not queue.jobs.waiting:
+                    queue.watched.close()
                     del self._pools[pool]
                     await end_tasks([self._loops.pop(pool)])
         if self._directory.store.up:
@@ -173,7 +181,7 @@ class QueueWatch:
             if not claimers:
                 return
             jobs = JobResults(self.queue, pool, self.router, self._orphaned, self._clock)
-            queue = self._pools[pool] = PoolQueue(pool, jobs)
+            queue = self._pools[pool] = PoolQueue(pool, jobs, Claimants(self._directory, self._legs))
             self._loops[pool] = asyncio.create_task(repeat(jobs.refresh, 0.0))
         queue.claimers = frozenset(worker.id for worker in claimers)
         queue.asks_key = any(worker.record.asks_key for worker in claimers)
@@ -189,6 +197,7 @@ class QueueWatch:
                 queue.announced_at = now
             owners = await self.queue.streams(pool)
             await self._rehome(queue, owners)
+            await self._give_away(queue)
             if now - queue.reclaimed_at >= RECLAIM_S:
                 for owner in (None, *owners):
                     await _until_done(partial(self.queue.reclaim, pool, owner))
@@ -221,6 +230,14 @@ class QueueWatch:
                     _log.info("%d prefill jobs of worker %s, which left, go to others", moved, owner)
         kept = {*queue.missing, *(owner for owner in queue.seen if self._directory.get(owner) is not None)}
         queue.seen = {owner: end for owner, end in queue.seen.items() if owner in kept}
+
+    async def _give_away(self, queue: PoolQueue) -> None:
+        """Give the jobs of workers that are registered, but found to be down, to others."""
+        overdue = queue.jobs.overdue(SUSPECT_S)
+        found = await self.queue.jobs(queue.pool, LOOKED_AT) if overdue else ()
+        for worker in queue.watched.look(overdue, found):
+            moved = await _until_done(partial(self.queue.rehome, queue.pool, worker))
+            _log.warning("%d prefill jobs of worker %s, which gives no sign of life, go to others", moved, worker)
 
 
 async def _until_done(move: Callable[[], Awaitable[int]]) -> int:

@@ -155,7 +155,11 @@ class QueuedPrefill:
         request = PrefillRequest(
             path=call.demand.path,
             # The HTTP server's own kind of text is none that can be packed.
-            headers=[(str(name), value) for name, value in headers if name.lower() in CARRIED_HEADERS],
+            headers=[
+                (str(name), value)
+                for name, value in headers
+                if name.lower() in CARRIED_HEADERS and value.isprintable()
+            ],
             body=body,
             deadline_ms=round(time.time() * 1000) + patience_ms,
             timeout_ms=patience_ms,
@@ -215,14 +219,16 @@ class QueuedPrefill:
 
     async def _wait(self, queue: PoolQueue, expected: Expected) -> Failure | None:
         """Until the result is there; why it is not waited for any more, else."""
-        waits, patience = self._settings.queue_timeout + UNCLAIMED_SLACK_S, self._settings.prefill_timeout
-        if waits < patience:
-            await asyncio.wait({expected.result}, timeout=waits)
-            if not expected.result.done() and not await self._is_claimed(queue, expected.id):
+        left, every = self._settings.prefill_timeout, self._settings.queue_timeout + UNCLAIMED_SLACK_S
+        while left > 0:
+            await asyncio.wait({expected.result}, timeout=min(every, left))
+            left -= every
+            if expected.result.done():
+                return None
+            # Its worker may have died since the last look, so that it waits again.
+            if left > 0 and not await self._is_claimed(queue, expected.id):
                 return None if expected.result.done() else Failure.UNCLAIMED
-            patience -= waits
-        await asyncio.wait({expected.result}, timeout=patience)
-        return None if expected.result.done() else Failure.TIMEOUT
+        return Failure.TIMEOUT
 
     async def _is_claimed(self, queue: PoolQueue, job: JobId) -> bool:
         """Whether a worker has it. If the store does not say, the results will show that it is lost."""

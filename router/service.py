@@ -157,7 +157,7 @@ class RouterService:
         dispatch: PrefillDispatch = DirectPrefill(settings, self.directory, upstream, placer, releases, legs)
         dispatched = DispatchMetrics(self.metrics.registry)
         if self._queue is not None:
-            queues = self.queues = QueueWatch(self._queue, self.directory, releases, self._id, self._clock)
+            queues = self.queues = QueueWatch(self._queue, self.directory, releases, legs, self._id, self._clock)
             dispatch = QueuedPrefill(settings, self.directory, placer, queues, dispatch, dispatched)
             self.metrics.registry.register(QueueCollector(lambda: queues.pools))
         continuation = Continuation(settings, self.directory, upstream, self._prompts, budget, self.metrics)

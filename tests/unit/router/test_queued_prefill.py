@@ -80,6 +80,18 @@ async def test_nothing_of_a_clients_credentials_is_in_the_store(cluster: QueueCl
     request.cancel()
 
 
+async def test_headers_that_cannot_be_packed_stay_behind(cluster: QueueCluster) -> None:
+    prefill, _ = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
+    body = json.dumps(BODY).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nConnection: close\r\nX-Request-Id: \xff\xfe\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.service.port)
+    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert prefill.legs[0].header("X-Request-Id") is None
+
+
 @pytest.mark.parametrize(
     ("second", "reason", "times"),
     [
@@ -369,6 +381,35 @@ async def test_job_of_a_worker_that_died_is_done_by_another(cluster: QueueCluste
     assert cluster.metric("prefill_dispatch_total", way="queue", outcome="done") == 1
 
 
+async def test_job_of_a_worker_that_gives_no_sign_of_life_is_done_by_another(opened: Open) -> None:
+    """It stays registered: another of its processes may beat."""
+    # Its own agent would claim the job again; others have a minute to be first.
+    limits = QueueLimits(visibility_ms=60_000, patience_ms=60_000)
+    async with opened(health_timeout=0.5, limits=limits) as cluster:
+        first, decode = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
+        first.worker.hook, first.worker.frozen = hang, True
+        request = asyncio.create_task(cluster.post())
+        await until(lambda: first.legs, "it is claimed")
+        second = await cluster.join(Role.PREFILL)
+        assert (await request)[0] == 200
+        assert len(second.legs) == 1
+        assert decode.worker.posts[0].json["kv_transfer_params"] == TRANSFER
+        assert cluster.metric("prefill_dispatch_total", way="queue", outcome="done") == 1
+
+
+async def test_job_that_waits_again_is_taken_back(opened: Open) -> None:
+    async with opened(queue_timeout=0.3, health_timeout=0.5) as cluster:
+        prefill, decode = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
+        prefill.worker.hook, prefill.worker.frozen = hang, True
+        request = asyncio.create_task(cluster.post())
+        await until(lambda: prefill.legs, "it is claimed")
+        assert prefill.runner is not None
+        prefill.runner.leave()
+        assert (await request)[0] == 200
+        assert "kv_transfer_params" not in decode.worker.posts[0].json
+        assert cluster.metric("prefill_fallback_total", reason="queue_timeout") == 1
+
+
 async def test_worker_that_withdraws_finishes_what_it_has(cluster: QueueCluster) -> None:
     first, decode = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
     may_end = asyncio.Event()
@@ -440,6 +481,27 @@ async def test_blocks_that_were_computed_for_nobody_are_let_go(cluster: QueueClu
     assert await cluster.queue.ack(POOL, claim, encode_answer(answer))
     await until(lambda: prefill.released == [hold], "the blocks are let go")
     request.cancel()
+
+
+@pytest.mark.parametrize("dispatch", ["direct", "queue"])
+async def test_blocks_of_a_client_that_left_are_let_go(opened: Open, dispatch: str) -> None:
+    """Sent directly, the worker may have computed the prompt just then: it is told in any case."""
+    async with opened(prefill_dispatch=dispatch) as cluster:
+        prefill, _ = await cluster.join(Role.PREFILL, claims=dispatch == "queue"), await cluster.join(Role.DECODE)
+
+        async def held(request: web.Request, seen: Seen) -> web.StreamResponse:
+            if seen in prefill.legs:
+                await asyncio.Event().wait()
+            return await prefill.worker.answer(request, seen)
+
+        prefill.worker.hook = held
+        request = asyncio.create_task(cluster.post())
+        await until(lambda: prefill.legs, "it is computed")
+        request.cancel()
+        await until(prefill.legs[0].cancelled.is_set, "the worker gives it up")
+        if dispatch == "direct":
+            hold = prefill.legs[0].json["kv_transfer_params"]["pd_hold"]
+            await until(lambda: prefill.released == [hold], "the blocks are let go")
 
 
 async def test_blocks_are_let_go_if_no_decode_worker_takes_the_request(cluster: QueueCluster) -> None:

@@ -1,0 +1,58 @@
+"""The workers that have had this router's jobs for a while, watched like those of any other leg.
+
+The store gives jobs of a silent worker to others after some time that suits the slowest engine. The health watch knows
+sooner that a process is stopped; then its jobs are given away at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm_pd.router.directory import Directory
+from vllm_pd.router.watched_legs import Leg, Legs, always
+from vllm_pd.state.base import WorkerId
+from vllm_pd.state.prefill_queue import JobId, JobInfo
+
+SUSPECT_S = 1.0
+"""A result that has not come after so long: time to know who has the job."""
+_NO_ENGINE = -1
+"""Which engine computes is not known, and its own worker sees whether it gets on: only the process is watched."""
+
+
+class Claimants:
+    """Of one pool's queue. Belongs to one event loop."""
+
+    def __init__(self, directory: Directory, legs: Legs) -> None:
+        self._directory = directory
+        self._legs = legs
+        self._watched: dict[JobId, Leg] = {}
+
+    def look(self, overdue: Iterable[JobId], found: Iterable[JobInfo]) -> set[WorkerId]:
+        """The workers that were found down with a job in their hands.
+
+        Args:
+            overdue: jobs whose results are waited for.
+            found: what the queue says; those among `overdue` that are claimed count.
+        """
+        wanted = set(overdue)
+        held = {job.id: WorkerId(job.claimant.rpartition("@")[0]) for job in found if job.id in wanted and job.claimant}
+        for job, leg in list(self._watched.items()):
+            if held.get(job) != leg.worker.id:
+                self._end(job)
+        for job, worker in held.items():
+            known = self._directory.get(worker)
+            if known is not None and job not in self._watched:
+                leg = self._watched[job] = self._legs.begin(known, _NO_ENGINE, always)
+                leg.wait.since = leg.sent
+        down = {leg.worker.id for leg in self._watched.values() if leg.wait.error is not None}
+        for job in [job for job, leg in self._watched.items() if leg.wait.error is not None]:
+            self._end(job)
+        return down
+
+    def close(self) -> None:
+        """Watch nobody any more. Idempotent."""
+        for job in list(self._watched):
+            self._end(job)
+
+    def _end(self, job: JobId) -> None:
+        self._legs.end(self._watched.pop(job))
