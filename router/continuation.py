@@ -51,7 +51,16 @@ class _Text(msgspec.Struct):
     prompt: str
 
 
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
 _text = msgspec.json.Decoder(_Text)
+_error = msgspec.json.Decoder(_ErrorBody)
 
 
 class Outcome(StrEnum):
@@ -96,12 +105,17 @@ _CAUSES: Mapping[str, str] = {
 
 
 class StreamReply:
-    """`ClientReply` of a continuation: the rest of a stream that has begun. An error becomes its last event."""
+    """`ClientReply` of a continuation: the rest of a stream that has begun. An error becomes its last event.
 
-    __slots__ = ("_clock", "_inner", "began", "failed")
+    Args:
+        problem: why the stream broke off, in one sentence.
+    """
 
-    def __init__(self, inner: ClientReply, clock: Callable[[], float]) -> None:
+    __slots__ = ("_clock", "_inner", "_problem", "began", "failed")
+
+    def __init__(self, inner: ClientReply, problem: str, clock: Callable[[], float]) -> None:
         self._inner = inner
+        self._problem = problem
         self._clock = clock
         self.began = 0.0
         """When the first bytes came, by `clock`."""
@@ -114,7 +128,11 @@ class StreamReply:
 
     async def send(self, status: int, headers: Headers, body: bytes) -> None:
         self.failed = True
-        await self._inner.write(b"\n\ndata: " + b" ".join(body.splitlines()) + b"\n\n")
+        try:
+            said = _error.decode(body).error.message
+        except msgspec.DecodeError:
+            said = f"status {status}"
+        await self._inner.write(sse_error(status, f"{self._problem} It could not be continued elsewhere: {said}"))
         await self._inner.finish()
 
     async def start(self, status: int, headers: Headers) -> None:
@@ -187,7 +205,7 @@ class Continuation:
             except _Stop as stop:
                 await self._end(call, broken, stop.why)
                 return
-            reply = StreamReply(call.reply, time.monotonic)
+            reply = StreamReply(call.reply, broken.problem, time.monotonic)
             following.reply = reply
             await answer(following)
             if reply.began:

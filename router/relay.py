@@ -44,6 +44,9 @@ class Relay:
             return 0
         if call.tail is not None and _is_event_stream(headers):
             return await self._pass_events(attempt, answer, first, call, call.tail, headers)
+        if call.continues:
+            # Nothing but events fits into the stream that it is to go on with.
+            raise StreamLost(f"it answered with status {answer.status} and without events")
         return await self._pass_bytes(attempt, answer, first, call, headers)
 
     async def _pass_bytes(

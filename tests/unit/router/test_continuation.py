@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.unit.router.conftest import LONG, Cluster, StartCluster, StartWorker, until
-from tests.unit.router.fake_worker import FakeWorker, Seen, status
+from tests.unit.router.fake_worker import FakeWorker, Hook, Seen, status
 from tests.unit.router.teller import FIRST, PIECES, PROMPT, Break, Teller, text_of
 from vllm_pd.state import Role
 
@@ -81,6 +82,14 @@ async def start_two(start_cluster: StartCluster, start_worker: StartWorker) -> A
         return two
 
     return start
+
+
+async def nonsense(request: web.Request, _: Seen) -> web.StreamResponse:
+    """A page instead of events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/html"})
+    await response.prepare(request)
+    await response.write(b"<html>hello</html>")
+    return response
 
 
 USAGE = (None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True})
@@ -242,8 +251,21 @@ async def test_a_worker_that_is_dead_and_the_only_one_ends_the_stream_with_an_er
     two.workers[0].hook = tell_and_die
     answer = await two.ask(CHAT, body(CHAT))
     assert text(answer) == text_of(5)
-    assert two.workers[0].host_port in error(answer)["message"]
+    message = error(answer)["message"]
+    assert f"Worker {two.workers[0].host_port} broke off its answer" in message
+    assert "could not be continued elsewhere" in message
     assert two.outcome("failed") == 1
+
+
+@pytest.mark.parametrize("hook", [status(400), nonsense])
+async def test_an_answer_to_a_continuation_that_is_no_stream_of_events_is_not_put_into_the_stream(
+    start_two: Any, hook: Hook
+) -> None:
+    two = await start_two(Teller([Break(5, "cut")]), Teller())
+    two.workers[1].hook = hook
+    answer = await two.ask(CHAT, body(CHAT))
+    assert text(answer) == text_of(5)
+    assert "could not be continued elsewhere" in error(answer)["message"]
 
 
 async def test_a_worker_that_refuses_to_go_on_is_replaced_by_the_next(start_two: Any) -> None:
