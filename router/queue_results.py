@@ -94,10 +94,6 @@ class JobResults:
                 break
             del self._abandoned[oldest]
 
-    def lose(self) -> None:
-        """Whoever waits is told that no result will come."""
-        _lose(self._waiting.values())
-
     def overdue(self, seconds: float) -> list[JobId]:
         """Jobs in the queue whose results have been waited for that long."""
         latest = self._clock() - seconds

@@ -156,9 +156,7 @@ class QueuedPrefill:
             path=call.demand.path,
             # The HTTP server's own kind of text is none that can be packed.
             headers=[
-                (str(name), value)
-                for name, value in headers
-                if name.lower() in CARRIED_HEADERS and value.isprintable()
+                (str(name), value) for name, value in headers if name.lower() in CARRIED_HEADERS and value.isprintable()
             ],
             body=body,
             deadline_ms=round(time.time() * 1000) + patience_ms,
