@@ -1,4 +1,4 @@
-"""A stream read as it comes, with the time of each event, while something happens to the workers."""
+"""A stream read as it comes, while something happens to the workers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ class Stream:
     path: str
     body: dict[str, Any]
     events: list[bytes] = field(default_factory=list)
-    at: list[float] = field(default_factory=list)
-    """When each event was there, `time.monotonic()`."""
     failure: str = ""
     _thread: threading.Thread | None = None
 
@@ -39,10 +37,7 @@ class Stream:
             rest = b""
             while data := response.read1(1 << 16):
                 *whole, rest = (rest + data).split(b"\n\n")
-                now = time.monotonic()
-                for event in whole:
-                    self.events.append(event)
-                    self.at.append(now)
+                self.events += whole
             connection.close()
         except (OSError, http.client.HTTPException) as e:
             self.failure = repr(e)
@@ -76,8 +71,3 @@ class Stream:
     def error(self) -> str:
         """What an error event says; empty without one."""
         return next((str(value["error"]["message"]) for value in self.values if "error" in value), "")
-
-    @property
-    def longest_pause_s(self) -> float:
-        """Between two events."""
-        return max(b - a for a, b in zip(self.at, self.at[1:], strict=False))
