@@ -249,7 +249,9 @@ class Continuation:
         limit = min((limit for limit in limits if limit), default=0)
         if not limit:
             raise _Stop(Why.NO_LIMIT)
-        if not self._budget.take():
+        # A worker that dies breaks all of its streams at once, and each of them can be served: the first time is free.
+        # What keeps breaking is a cluster that fails as a whole.
+        if times > 1 and not self._budget.take():
             raise _Stop(Why.BUDGET)
         workers = self._directory.serving(call.demand.model) or []
         decoders = [worker for worker in workers if worker.role.decodes]

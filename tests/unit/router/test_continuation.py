@@ -365,10 +365,12 @@ async def test_a_server_whose_ways_forbid_it_is_named(start_two: Any, says: dict
     assert two.outcome("ended", why) == 1
 
 
-async def test_beyond_the_budget_of_retries_streams_end_with_an_error(start_two: Any) -> None:
-    two = await start_two(Teller([Break(5, "cut")]), Teller(), retry_ratio=0.0, retry_floor=0.0)
-    assert "had to be retried" in error(await two.ask(CHAT, body(CHAT)))["message"]
-    assert two.outcome("ended", "budget") == 1
+async def test_beyond_the_budget_of_retries_a_stream_that_breaks_again_ends_with_an_error(start_two: Any) -> None:
+    two = await start_two(Teller([Break(5, "cut")]), Teller([Break(6, "cut")]), retry_ratio=0.0, retry_floor=0.0)
+    answer = await two.ask(CHAT, body(CHAT))
+    assert text(answer) == text_of(11)
+    assert "had to be retried" in error(answer)["message"]
+    assert (two.outcome("continued"), two.outcome("ended", "budget")) == (1, 1)
 
 
 async def test_a_client_that_leaves_ends_the_continuation_at_once(start_two: Any) -> None:
