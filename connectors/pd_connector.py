@@ -19,6 +19,7 @@ from vllm_pd import settings as s
 from vllm_pd import side_channel, transfer_config
 from vllm_pd.connectors import event_flush
 from vllm_pd.connectors.cpu_cures import calm_nixl
+from vllm_pd.connectors.farewells import Farewells
 from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, HandoffLease, is_handoff
 from vllm_pd.connectors.held_blocks import HeldBlocks
 from vllm_pd.connectors.pd_metadata import PDMetadata
@@ -79,6 +80,7 @@ class PDConnector(MultiConnector):
         # Of the scheduler half.
         self._lease = HandoffLease(_lease_duration(expanded.kv_transfer_config))
         self._held = HeldBlocks()
+        self._farewells = Farewells()
         self._new_leases: list[ReadLease] = []
         # Of the worker half.
         self._reads = ReadLeases()
@@ -166,12 +168,17 @@ class PDConnector(MultiConnector):
                 yield from ((engine_id, request_id) for request_id in info.req_ids)
 
     def request_finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._farewells.finished(request.kv_transfer_params, time.monotonic())
         return self._stamped(request, *super().request_finished(request, blocks))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._farewells.finished(request.kv_transfer_params, time.monotonic())
         return self._stamped(request, *super().request_finished_all_groups(request, block_ids))
+
+    def has_pending_push_work(self) -> bool:
+        return self._farewells.are_due(time.monotonic()) or bool(super().has_pending_push_work())
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

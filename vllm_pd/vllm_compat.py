@@ -116,6 +116,7 @@ INTERNALS: tuple[Internal, ...] = (
             "start_load_kv(forward_context)",
             "get_transfer_results(finished_req_ids)",
             "update_connector_output(connector_output)",
+            "has_pending_push_work()",
         ),
         "base of PDConnector: composes NIXL and offloading",
     ),

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm_pd import transfer_config as tc
 from vllm_pd.connectors import pd_connector
+from vllm_pd.connectors.farewells import STEPPING_S, Farewells
 from vllm_pd.connectors.handoff_lease import EXTENSION_FIELD, FIELD, HandoffLease
 from vllm_pd.connectors.held_blocks import HeldBlocks
 from vllm_pd.connectors.pd_connector import PDConnector, expand, register_specs
@@ -129,6 +130,9 @@ class FakeScheduler:
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return SimpleNamespace(heartbeat_by_engine=dict(self.heartbeats))
 
+    def has_pending_push_work(self) -> bool:
+        return False
+
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any]]:
         return True, {"do_remote_prefill": True, "do_remote_decode": False}
 
@@ -158,6 +162,7 @@ def connector_over(nixl: FakeScheduler) -> PDConnector:
     connector._requests_to_connector, connector._extra_async_saves = {}, {}
     connector._lease, connector._nixl = HandoffLease(), 0
     connector._held, connector._new_leases = HeldBlocks(), []
+    connector._farewells = Farewells()
     connector._reads, connector._sends = ReadLeases(), None
     return connector
 
@@ -297,6 +302,22 @@ def test_a_release_neither_reads_blocks_nor_leaves_any(clock: Clock) -> None:
     assert not nixl.seen
     assert request.kv_transfer_params is None
     assert told(connector).new_leases == ()
+
+
+def test_an_idle_engine_goes_on_until_it_has_refused_a_hand_off(clock: Clock) -> None:
+    connector, request = connector_over(FakeScheduler()), handed_off(clock.now)
+    assert not connector.has_pending_push_work()
+    connector.request_finished_all_groups(request, ([],))
+    assert connector.has_pending_push_work()
+    clock.now += STEPPING_S
+    assert not connector.has_pending_push_work()
+
+
+def test_an_engine_that_has_read_a_hand_off_rests_at_once(clock: Clock) -> None:
+    connector, request = connector_over(FakeScheduler()), handed_off(clock.now)
+    request.kv_transfer_params["do_remote_prefill"] = False
+    connector.request_finished_all_groups(request, ([1],))
+    assert not connector.has_pending_push_work()
 
 
 class FakeWorker:

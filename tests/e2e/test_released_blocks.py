@@ -1,0 +1,308 @@
+"""Clients leave in every phase of a hand-off between two real workers: blocks are free long before their lease ends.
+
+There is no router here: the tests are the one, so that each phase is there when the client leaves. An engine that is to
+be caught in a phase is stopped (SIGSTOP) while its API server runs on. Reads go over TCP, which needs both ends alive.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import prompts
+from tests.e2e.ask import Endpoint
+from tests.e2e.conftest import MODEL, tiny_cluster
+from tests.e2e.test_worker_loss import PREFILL_LEG, computed
+from vllm_pd.graph import proc_tree
+from vllm_pd.graph.local import LocalCluster, LocalWorker
+from vllm_pd.holds import HOLD_FIELD, RELEASE_FIELD
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+LEASE_S = 300.0
+SOON_S = 60.0
+"""Far below the lease: what is free by then was let go."""
+IDLE_S = 20.0
+"""An idle engine has been seen to make a step after half a minute, whatever the reason."""
+TRIES = 20
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    env = {"VLLM_PD_LEASE_S": str(LEASE_S), "UCX_TLS": "tcp"}
+    made = tiny_cluster(
+        tiny_model, tmp_path_factory.mktemp("holds"), args=("--max-num-seqs", "2"), env=env,
+        router=False, prefill=1, decode=1,
+    )  # fmt: skip
+    with made:
+        yield made
+    # A killed server cannot clean its shared memory; the launcher does, and says so.
+    assert not made.left.processes and not made.left.ports
+
+
+@pytest.fixture
+def prefill(cluster: LocalCluster) -> LocalWorker:
+    return cluster.worker("prefill-0")
+
+
+@pytest.fixture
+def decode(cluster: LocalCluster) -> Iterator[LocalWorker]:
+    """With the prefill worker's and its own blocks free before and after each test."""
+    worker = cluster.worker("decode-0")
+    for each in cluster.workers:
+        is_free(each)
+    yield worker
+    for each in cluster.workers:
+        if each.process.is_running:
+            is_free(each)
+
+
+class Client:
+    """One request whose client can leave."""
+
+    def __init__(self, worker: LocalWorker, body: dict[str, Any]) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", worker.spec.port, timeout=SOON_S)
+        self._answer: http.client.HTTPResponse | None = None
+        self._connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+
+    def leave(self) -> None:
+        if self._answer is not None:
+            self._answer.close()
+        self._connection.close()
+
+    def first_bytes(self) -> bytes:
+        self._answer = self._connection.getresponse()
+        return self._answer.read1()
+
+    def was_answered(self) -> bool:
+        """Whether anything has come by now."""
+        self._connection.sock.settimeout(0.0)
+        try:
+            return bool(self._connection.sock.recv(1))
+        except BlockingIOError:
+            return False
+
+
+def eventually(holds: Callable[[], bool], seconds: float = SOON_S) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def usage(worker: LocalWorker) -> float:
+    return worker.metrics().value("vllm:kv_cache_usage_perc")
+
+
+def is_free(worker: LocalWorker, seconds: float = SOON_S) -> None:
+    assert eventually(lambda: usage(worker) == 0, seconds), (
+        f"{worker.name} still uses {usage(worker):.1%} of its blocks"
+    )
+
+
+def in_use(worker: LocalWorker) -> None:
+    assert eventually(lambda: usage(worker) > 0), f"{worker.name} has taken no blocks"
+
+
+def read_bytes(worker: LocalWorker) -> float:
+    return worker.metrics().value("vllm:nixl_bytes_transferred_sum")
+
+
+@contextmanager
+def stopped(worker: LocalWorker) -> Iterator[None]:
+    """Its engine stands still within the block; its API server goes on."""
+    leader = proc_tree.identify(worker.process.pid)
+    assert leader is not None
+    engine = proc_tree.family(leader) - {leader}
+    proc_tree.send(engine, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        proc_tree.send(engine, signal.SIGCONT)
+
+
+def question(name: str) -> dict[str, Any]:
+    text = f"{name}: {prompts.TEXTS['english'] * 12}"
+    return {"model": MODEL, "prompt": text, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+def leg(name: str) -> dict[str, Any]:
+    """The prefill leg of a question, held under its name."""
+    return {**question(name), "max_tokens": 1, "kv_transfer_params": {**PREFILL_LEG, HOLD_FIELD: name}}
+
+
+def prefilled(worker: LocalWorker, name: str) -> dict[str, Any]:
+    """The hand-off parameters of a question whose blocks are held now."""
+    params: dict[str, Any] = Endpoint(worker.url, MODEL).post("/v1/completions", leg(name))["kv_transfer_params"]
+    in_use(worker)
+    return params
+
+
+def release(worker: LocalWorker, *keys: str) -> None:
+    body = {"model": MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {RELEASE_FIELD: list(keys)}}
+    Endpoint(worker.url, MODEL).post("/v1/completions", body)
+
+
+def answer(worker: LocalWorker, body: dict[str, Any]) -> str:
+    text: str = Endpoint(worker.url, MODEL).post("/v1/completions", body)["choices"][0]["text"]
+    return text
+
+
+def test_refused_by_the_decode_worker(prefill: LocalWorker, decode: LocalWorker) -> None:
+    """The two have not met before: a decode worker that does nothing else says so all the same."""
+    params = prefilled(prefill, "refused")
+    with pytest.raises(urllib.error.HTTPError):
+        answer(decode, {**question("refused"), "max_tokens": 100_000, "kv_transfer_params": params})
+    is_free(prefill, IDLE_S)
+
+
+def test_queued_at_the_prefill_worker(prefill: LocalWorker, decode: LocalWorker) -> None:
+    with stopped(prefill):
+        client = Client(prefill, leg("queued"))
+        time.sleep(0.5)
+        client.leave()
+    is_free(prefill)
+
+
+def test_prefilling(prefill: LocalWorker, decode: LocalWorker) -> None:
+    for n in range(TRIES):
+        client = Client(prefill, leg(f"prefilling {n}"))
+        in_use(prefill)
+        with stopped(prefill):
+            caught = not client.was_answered()
+            client.leave()
+            time.sleep(0.2)
+        release(prefill, f"prefilling {n}")
+        is_free(prefill)
+        if caught:
+            return
+    pytest.fail(f"none of {TRIES} prefills was slow enough to be caught")
+
+
+def test_held_at_the_prefill_worker(prefill: LocalWorker, decode: LocalWorker) -> None:
+    for name in ("held", "kept"):
+        prefilled(prefill, name)
+    both = usage(prefill)
+    release(prefill, "held", "unknown")
+    assert eventually(lambda: 0 < usage(prefill) < both), "the other's blocks stay"
+    release(prefill, "kept", "held")
+    is_free(prefill)
+
+
+def test_a_release_that_comes_first_counts(prefill: LocalWorker, decode: LocalWorker) -> None:
+    release(prefill, "early")
+    Endpoint(prefill.url, MODEL).post("/v1/completions", leg("early"))
+    is_free(prefill)
+
+
+def test_waiting_at_the_decode_worker(prefill: LocalWorker, decode: LocalWorker) -> None:
+    running = [Client(decode, {**question(f"long {n}"), "max_tokens": 1200, "stream": True}) for n in range(2)]
+    assert all(client.first_bytes() for client in running)
+    params = prefilled(prefill, "waiting")
+    client = Client(decode, {**question("waiting"), "kv_transfer_params": params})
+    assert eventually(lambda: decode.metrics().value("vllm:num_requests_waiting") == 1)
+    client.leave()
+    is_free(prefill)
+    assert decode.metrics().value("vllm:num_requests_running") == 2, "it waited until the client left"
+    for client in running:
+        client.leave()
+    is_free(decode)
+
+
+def test_transferring(prefill: LocalWorker, decode: LocalWorker) -> None:
+    handed_over(prefill, decode, "they know each other")
+    params = prefilled(prefill, "transferring")
+    with stopped(prefill):
+        client = Client(decode, {**question("transferring"), "kv_transfer_params": params})
+        in_use(decode)
+        client.leave()
+        time.sleep(0.5)
+    is_free(decode)
+    is_free(prefill)
+
+
+def test_decoding(prefill: LocalWorker, decode: LocalWorker) -> None:
+    params = prefilled(prefill, "decoding")
+    endless = {**question("decoding"), "max_tokens": 1000, "stream": True, "kv_transfer_params": params}
+    client = Client(decode, endless)
+    assert client.first_bytes()
+    in_use(decode)
+    client.leave()
+    is_free(decode)
+    is_free(prefill)
+
+
+def handed_over(prefill: LocalWorker, decode: LocalWorker, name: str) -> None:
+    """One question through both, read and not computed by the second."""
+    before = read_bytes(decode)
+    params = prefilled(prefill, name)
+    read = answer(decode, {**question(name), "kv_transfer_params": params})
+    assert eventually(lambda: read_bytes(decode) > before)
+    assert read == answer(prefill, question(name))
+
+
+def until_in_s(params: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The same hand-off with so much left of its lease, and no heartbeat that extends it."""
+    return {**params, "pd_lease_until_ms": int((time.time() + seconds) * 1000), "pd_lease_extension_ms": 0}
+
+
+def test_a_read_that_outlasts_its_lease_is_computed(prefill: LocalWorker, decode: LocalWorker) -> None:
+    """The prefill worker is stopped after the decode worker has begun to read; the lease ends meanwhile."""
+    handed_over(prefill, decode, "before")
+    params = prefilled(prefill, "late read")
+    before = computed(decode)
+    with ThreadPoolExecutor(1) as pool, stopped(prefill):
+        ends = time.monotonic() + 6
+        body = {**question("late read"), "kv_transfer_params": until_in_s(params, 6)}
+        asked = pool.submit(answer, decode, body)
+        in_use(decode)
+        while time.monotonic() < ends + 1:
+            time.sleep(0.1)
+        assert not asked.done()
+    got = asked.result(SOON_S)
+    assert computed(decode) - before > 300, "it was computed and not read"
+    assert got == answer(prefill, question("late read"))
+
+
+def test_a_decode_worker_that_stood_still_until_after_the_lease_computes(
+    prefill: LocalWorker, decode: LocalWorker
+) -> None:
+    params = prefilled(prefill, "stood still")
+    before = read_bytes(decode)
+    with ThreadPoolExecutor(1) as pool:
+        with stopped(decode):
+            body = {**question("stood still"), "kv_transfer_params": until_in_s(params, 1)}
+            asked = pool.submit(answer, decode, body)
+            time.sleep(2)
+        got = asked.result(SOON_S)
+    assert read_bytes(decode) == before
+    assert got == answer(prefill, question("stood still"))
+    release(prefill, "stood still")
+
+
+def test_the_prefill_worker_dies_while_it_is_read_from(prefill: LocalWorker, decode: LocalWorker) -> None:
+    """The last test: it stays dead."""
+    handed_over(prefill, decode, "alive")
+    wanted = answer(prefill, question("dies"))
+    params = prefilled(prefill, "dies")
+    before = computed(decode)
+    with ThreadPoolExecutor(1) as pool:
+        with stopped(prefill):
+            asked = pool.submit(answer, decode, {**question("dies"), "kv_transfer_params": params})
+            in_use(decode)
+            prefill.process.kill()
+        assert asked.result(SOON_S) == wanted
+    assert computed(decode) - before > 300, "it was computed and not read"
+    is_free(decode)
