@@ -178,6 +178,9 @@ class MockApi:
             return web.json_response(whole_answer(worker, answer, generation, faults))
         finally:
             worker.end(generation, first)
+            if remote and first is None:
+                # As NIXL does when a request is aborted that was to read.
+                self._later(lambda: self._peer(answer, "release"))
 
     async def _stream(
         self, request: web.Request, worker: MockWorker, answer: MockRequest, generation: Generation, faults: Faults
