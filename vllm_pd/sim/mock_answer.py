@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_pd.holds import hold_key
 from vllm_pd.sim.mock_faults import Faults
 from vllm_pd.sim.mock_request import MockRequest
 from vllm_pd.sim.mock_worker import Generation, MockWorker
@@ -30,17 +31,19 @@ def whole_answer(worker: MockWorker, answer: MockRequest, generation: Generation
         "kv_transfer_params": None,
     }
     if answer.transfer.get("do_remote_decode"):
-        value["kv_transfer_params"] = _spoil(worker, answer, worker.hold(answer.id, generation), faults)
+        value["kv_transfer_params"] = _spoil(
+            worker, worker.hold(answer.id, generation, hold_key(answer.transfer)), faults
+        )
         if faults.wrong_prefill == "missing":
             del value["kv_transfer_params"]
     return value
 
 
-def _spoil(worker: MockWorker, answer: MockRequest, params: Mapping[str, Any], faults: Faults) -> dict[str, Any] | None:
+def _spoil(worker: MockWorker, params: Mapping[str, Any], faults: Faults) -> dict[str, Any] | None:
     """Transfer parameters as the faults want them."""
     if faults.wrong_prefill is None:
         return dict(params)
-    worker.release(answer.id)
+    worker.holds.release(params["remote_request_id"])
     if faults.wrong_prefill == "garbage":
         return {"do_remote_prefill": True, "remote_block_ids": "none", "remote_port": -1}
     return dict(params) if faults.wrong_prefill == "gone" else None

@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from vllm_pd.errors import SettingsError
+from vllm_pd.holds import released_keys
 from vllm_pd.sim.mock_answer import chunk, event, usage_of, whole_answer
 from vllm_pd.sim.mock_faults import Faults, faults_from_json
 from vllm_pd.sim.mock_metrics import metrics_page
@@ -149,6 +150,7 @@ class MockApi:
             answer = read_request(worker, body, chat, request.headers.get("X-Request-Id"))
         except Refused as e:
             return _error(e.status, str(e))
+        worker.holds.let_go(released_keys(answer.transfer))
         began = time.perf_counter()
         remote = bool(answer.transfer.get("do_remote_prefill")) and await self._peer(answer, "fetch")
         holds = bool(answer.transfer.get("do_remote_decode"))
@@ -256,12 +258,12 @@ class MockApi:
 
     async def _kv_fetch(self, request: web.Request) -> web.Response:
         worker, asked = self._find(request), await request.json()
-        known = asked["engine_id"] == worker.engine_id and worker.holds(asked["request_id"])
+        known = asked["engine_id"] == worker.engine_id and asked["request_id"] in worker.holds
         return web.Response(status=200 if known else 404)
 
     async def _kv_release(self, request: web.Request) -> web.Response:
         worker, asked = self._find(request), await request.json()
-        worker.release(asked["request_id"])
+        worker.holds.release(asked["request_id"])
         return web.Response()
 
     # Administration.

@@ -25,6 +25,7 @@ from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.live_engine import LiveEngine
 from vllm_pd.sim.mock_events import BlockContent, BlockEvents, EventPublisher
 from vllm_pd.sim.mock_faults import Faults
+from vllm_pd.sim.mock_holds import MockHolds
 from vllm_pd.sim.mock_tokenizer import MockTokenizer
 from vllm_pd.sim.timing import TimingModel
 from vllm_pd.sim.work import EngineConfig, Work
@@ -144,8 +145,10 @@ class MockWorker:
         self.live = LiveEngine(Engine(config.engine, config.timing), config.speed, self._changed, self._report)
         self._hasher = BlockHasher(size)
         self._events = BlockEvents(size)
+        self._leaving: list[Work] = []
+        """Aborted, but the step in progress may yet store some of their blocks."""
         self._publisher = EventPublisher(context, seed=config.seed) if context is not None else None
-        self._held: dict[str, tuple[Work, asyncio.TimerHandle]] = {}
+        self.holds = MockHolds(self.live.release)
         self._agent: Agent | None = None
         self._agent_task: asyncio.Task[None] | None = None
 
@@ -183,7 +186,9 @@ class MockWorker:
         """A request's handler is done with it, finished or not."""
         work, counters = generation.work, self.counters
         assert work is not None
-        if not generation.finished and not self.dead:
+        aborted = not generation.finished and not self.dead
+        if aborted:
+            self._leaving.append(work)
             self.live.abort(work)
             counters.aborted += 1
         counters.finished += generation.finished
@@ -198,25 +203,29 @@ class MockWorker:
             counters.ttft[1] += first_token_s
         if work.hold and generation.finished and not generation.held:
             self.live.release(work)
-        self._events.forget(work.keys)
+        if not aborted:
+            self._events.forget(work.keys)
 
     # Blocks for other workers.
 
-    def hold(self, request_id: str, generation: Generation) -> Mapping[str, Any]:
-        """Keep a finished request's blocks for another worker; returns what that one must be told."""
+    def hold(self, request_id: str, generation: Generation, key: str) -> Mapping[str, Any]:
+        """Keep a finished request's blocks for another worker; returns what that one must be told.
+
+        Args:
+            key: the router's name for them, to let them go; empty for none.
+        """
         work = generation.work
         assert work is not None
         generation.held = True
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(HELD_S / self.config.speed, self.release, request_id)
-        self._held[request_id] = work, timer
+        blocks = list(work.blocks)
+        name = self.holds.add(request_id, work, key, HELD_S / self.config.speed)
         host, _, port = self.url.rpartition("//")[2].rpartition(":")
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [list(work.blocks)],
+            "remote_block_ids": [blocks],
             "remote_engine_id": self.engine_id,
-            "remote_request_id": request_id,
+            "remote_request_id": name,
             "remote_host": host,
             "remote_port": int(port),
             "tp_size": 1,
@@ -226,17 +235,6 @@ class MockWorker:
             "remote_blocks_expiry_time": None,
             "transfer_mode": "read",
         }
-
-    def holds(self, request_id: str) -> bool:
-        """Whether the blocks of that request are there for another worker."""
-        return request_id in self._held
-
-    def release(self, request_id: str) -> None:
-        """Another worker has them, or will not come. Idempotent."""
-        held = self._held.pop(request_id, None)
-        if held is not None:
-            held[1].cancel()
-            self.live.release(held[0])
 
     # The cache.
 
@@ -260,10 +258,14 @@ class MockWorker:
 
     def _changed(self, changed: Mapping[BlockHash, int]) -> None:
         if self._publisher is None or self.dead:
+            self._leaving.clear()
             return
         self._publisher.drop = self.faults.drop_events
         self._publisher.drop_replay = self.faults.drop_replays
         events = self._events.events(changed)
+        for work in self._leaving:
+            self._events.forget(work.keys)
+        self._leaving.clear()
         if events:
             self._publisher.publish(events)
 
@@ -359,9 +361,7 @@ class MockWorker:
     def close(self) -> None:
         """Let go of everything else. Idempotent."""
         self.live.close()
-        for _, timer in self._held.values():
-            timer.cancel()
-        self._held.clear()
+        self.holds.close()
         if self._publisher is not None:
             self._publisher.close()
 

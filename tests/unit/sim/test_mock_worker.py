@@ -204,6 +204,31 @@ async def test_blocks_that_nobody_fetches_are_given_up(start_workers: StartHost,
     await until(lambda: worker.live.engine.pool.used == 0, "the lease of the blocks ended")
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["after", "before"])
+async def test_a_router_lets_go_of_blocks_by_its_own_key(start_workers: StartHost, client: Client, early: bool) -> None:
+    (worker,) = await start_workers()
+    release = chat("x", max_tokens=1, kv_transfer_params={"pd_release": ["one", "unknown"]})
+    if early:
+        await client.post(worker.url + CHAT, release)
+    for key in ("one", "two"):
+        await client.post(worker.url + CHAT, chat(TEXT, max_tokens=1, kv_transfer_params={**PREFILL, "pd_hold": key}))
+    used = worker.live.engine.pool.used
+    if not early:
+        await client.post(worker.url + CHAT, release)
+    await client.post(worker.url + CHAT, chat("x", max_tokens=1, kv_transfer_params={"pd_release": ["two"]}))
+    assert used > 0
+    await until(lambda: worker.live.engine.pool.used == 0, "both were let go")
+
+
+async def test_two_requests_of_one_name_hold_blocks_of_their_own(start_workers: StartHost, client: Client) -> None:
+    (worker,) = await start_workers(speed=300.0)
+    for _ in range(2):
+        request = chat(TEXT, max_tokens=1, kv_transfer_params=PREFILL)
+        async with client.session.post(worker.url + CHAT, json=request, headers={"X-Request-Id": "same"}) as reply:
+            assert reply.status == 200
+    await until(lambda: worker.live.engine.pool.used == 0, "the leases of both ended")
+
+
 async def test_a_client_that_leaves_frees_its_place(start_workers: StartHost, client: Client) -> None:
     (worker,) = await start_workers(speed=1.0)
     async with client.session.post(
@@ -213,6 +238,17 @@ async def test_a_client_that_leaves_frees_its_place(start_workers: StartHost, cl
         assert worker.live.engine.running == 1
     await until(lambda: worker.live.engine.idle, "the engine dropped the request")
     assert worker.live.engine.pool.used == 0 and worker.counters.aborted == 1
+
+
+async def test_prompts_given_up_while_they_are_computed_stop_nothing(start_workers: StartHost, client: Client) -> None:
+    (worker,) = await start_workers(speed=0.05)
+    asked = asyncio.create_task(client.post(worker.url + CHAT, chat(TEXT, max_tokens=2)))
+    await until(lambda: worker.live.engine.running == 1, "the prompt is being computed")
+    asked.cancel()
+    await until(lambda: worker.counters.aborted == 1 and worker.live.engine.idle, "the engine dropped the request")
+    status, reply = await client.post(worker.url + CHAT, chat(TEXT, max_tokens=2))
+    # What was computed of the one that was given up is in the cache.
+    assert status == 200 and reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 async def test_the_cache_can_be_reset(start_workers: StartHost, client: Client) -> None:
