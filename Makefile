@@ -6,11 +6,12 @@ REDIS7 := .cache/redis7/.tried
 VLLM ?= 0.33.0
 KEEP ?=
 PYTEST_ARGS ?=
+ARGS ?=
 # Tests mostly wait. Real servers are started by one process, one test after another; the rest runs beside.
 PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-unit test-e2e test-contract test-slow test-churn lint format demo clean
+.PHONY: help install test test-unit test-e2e test-contract test-slow test-churn test-faults test-soak lint format demo clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,10 +47,16 @@ test-contract: install ## Check what is used of vLLM against a release's source:
 	$(PY) -m tests.contract --vllm $(VLLM)
 
 test-slow: install ## Run the tests that are left out of `make test` for time (half an hour)
-	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+	$(PY) -m pytest -m slow --ignore=tests/faults $(PYTEST_ARGS)
 
 test-churn: install ## Ten million blocks stored and evicted: memory must stay flat (ten minutes)
 	$(PY) -m pytest tests/unit/agent/test_index_truth.py -m slow $(PYTEST_ARGS)
+
+test-faults: install ## Kill, stop, restart and cut off real vLLM workers, router, store under load (an hour); docs/fault-matrix.md
+	$(PY) -m pytest tests/faults -m slow $(PYTEST_ARGS)
+
+test-soak: install ## Mock workers with random faults at 80% of capacity (20 minutes; ARGS=--quick: two)
+	$(PY) -m benchmarks.soak $(ARGS)
 
 lint: install ## Check style and types
 	$(PY) -m ruff check .
