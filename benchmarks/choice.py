@@ -1,6 +1,7 @@
 """Choosing a worker: microseconds per decision by number of candidates, with the prompt held by a few of them.
 
-`choose` is a request that goes whole, `plan` one that may be split between as many decode and prefill workers.
+`choose` is a request that goes whole, `plan` one that is split between as many decode and prefill workers, `plan auto`
+one that is split if that is predicted to pay.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vllm_pd.routing.model import Ask, Overlap
 from vllm_pd.routing.plan import plan
 from vllm_pd.routing.policies import DEFAULT_POLICY, POLICIES
 from vllm_pd.routing.rates import RateLearner
+from vllm_pd.routing.split_rule import split_rule
 from vllm_pd.state.base import PoolId, Role, WorkerId
 from vllm_pd.state.block_index import Holder
 
@@ -44,9 +46,11 @@ def _rows(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
     ask = Ask(6144, 16)
     overlaps = {engine.holder: Overlap(chance.randrange(1, 384)) for engine in engines[:HOLDING]}
     whole, other = engines[:count], engines[count:]
+    by_time = split_rule("auto")
     timed: dict[str, Callable[[], object]] = {
         "choose": lambda: choose(policy, ask, whole, overlaps, 0.1),
         "plan": lambda: plan(policy, ask, whole, other, overlaps, 0.1),
+        "plan auto": lambda: plan(policy, ask, whole, other, overlaps, 0.1, rule=by_time),
     }
     return [{"policy": name, "candidates": count, "what": what, **_time(call, rounds)} for what, call in timed.items()]
 

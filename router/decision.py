@@ -38,6 +38,7 @@ class Reason(StrEnum):
     BEAM_SEARCH = "beam_search"
     ECHO = "echo"
     PROMPT_LOGPROBS = "prompt_logprobs"
+    ROUTED_EXPERTS = "routed_experts"
     ONE_TOKEN = "one_token"
     BATCH = "prompt_batch"
     EMBEDS = "prompt_embeds"
@@ -75,6 +76,9 @@ def bypass_by_request(fields: RequestFields | None, kind: PromptKind | None) -> 
         return Reason.ECHO
     if fields.prompt_logprobs is not None:
         return Reason.PROMPT_LOGPROBS
+    if fields.routed_experts_prompt_start is not None:
+        # The client reads which experts its prompt's tokens went through: only the worker that computes them knows.
+        return Reason.ROUTED_EXPERTS
     limit = fields.max_tokens
     if kind is PromptKind.CHAT and fields.max_completion_tokens is not None:
         limit = fields.max_completion_tokens

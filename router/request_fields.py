@@ -27,6 +27,7 @@ class RequestFields(msgspec.Struct):
     prompt_logprobs: Any = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    routed_experts_prompt_start: Any = None
     use_beam_search: bool | None = None
     suffix: Any = None
     truncate_prompt_tokens: int | None = None

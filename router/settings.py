@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -377,7 +377,11 @@ class RouterSettings:
     def split_rule(self) -> SplitRule:
         """When a request is split. Raises SettingsError if the settings for it do not fit together."""
         limit = self.max_local_prefill_tokens
-        return split_rule(self.disagg, limit if isinstance(limit, int) else None, self.disagg_options)
+        rule = split_rule(self.disagg, limit if isinstance(limit, int) else None, self.disagg_options)
+        if any(name == "max_wait" for name, _ in self.disagg_options):
+            return rule
+        # What would wait for longer in the queue comes back from there.
+        return replace(rule, max_wait=self.queue_timeout)
 
     @property
     def max_body_bytes(self) -> int:

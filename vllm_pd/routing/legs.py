@@ -102,11 +102,13 @@ class Partners:
         candidate = usable[choice.chosen]
         policy, ask, rule = self._policy, self._ask, self._rule
         cost = stalling = policy.scores(ask, [candidate], self._overlaps, self._now)[0]
-        late = False
-        if rule.max_wait or (rule.name is Disagg.AUTO and candidate.role.decodes):
+        late, weighs = False, rule.name is Disagg.AUTO and candidate.role.decodes
+        bounded = bool(rule.max_wait) and rule.name in (Disagg.AUTO, Disagg.THRESHOLD)
+        if bounded or weighs:
             expected = predict(candidate, ask, overlap_on(candidate, ask, self._overlaps), self._now, policy.patience)
-            late = 0 < rule.max_wait < expected.queue
-            stalling = total_wait(candidate, expected, policy, rule, self._now)
+            late = bounded and expected.queue > rule.max_wait
+            if weighs:
+                stalling = total_wait(candidate, expected, policy, rule, self._now)
         return Partner(choice, candidate, cost, stalling, late)
 
 

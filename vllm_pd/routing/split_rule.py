@@ -38,7 +38,7 @@ class SplitRule:
     name: Disagg = Disagg.ALWAYS
     max_local_tokens: int = 0
     """A decode worker that lacks at most this many tokens of a prompt prefills itself, by every rule."""
-    max_wait: float = field(default=0.0, metadata={"rules": (Disagg.AUTO, Disagg.THRESHOLD)})
+    max_wait: float = field(default=10.0, metadata={"rules": (Disagg.AUTO, Disagg.THRESHOLD)})
     """Seconds: it also does if the prefill worker is predicted to begin later than that. 0: however long it takes."""
     stall: float = field(default=0.5, metadata={"rules": (Disagg.AUTO,)})
     """How much a second that one decoding sequence stands still counts against a second of a first token's time."""

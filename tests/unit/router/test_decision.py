@@ -32,6 +32,7 @@ def reason(body: Any, kind: PromptKind | None = PromptKind.COMPLETION) -> Reason
         ({"echo": True}, Reason.ECHO),
         ({"echo": False}, Reason.SPLIT),
         ({"prompt_logprobs": 0}, Reason.PROMPT_LOGPROBS),
+        ({"routed_experts_prompt_start": 0}, Reason.ROUTED_EXPERTS),
         ({"prompt_logprobs": None}, Reason.SPLIT),
         ({"logprobs": 5}, Reason.SPLIT),
         ({"max_tokens": 0}, Reason.ONE_TOKEN),

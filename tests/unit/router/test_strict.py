@@ -169,4 +169,5 @@ def test_settings_make_the_rule() -> None:
         flags={**STORE, "max_local_prefill_tokens": "64", "disagg_options": ["stall=2", "max_wait=3"]}
     ).value.split_rule
     assert (rule.name, rule.max_local_tokens, rule.stall, rule.max_wait) == ("auto", 64, 2.0, 3.0)
-    assert load(flags=STORE).value.split_rule.max_local_tokens == 0
+    usual = load(flags={**STORE, "queue_timeout": 4}).value.split_rule
+    assert (usual.max_local_tokens, usual.max_wait) == (0, 4.0)
