@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_pd.errors import StoreError
 from vllm_pd.state import queue_scripts as scripts
 from vllm_pd.state import queue_views
 from vllm_pd.state.base import Epoch, PoolId, WorkerId
@@ -54,7 +55,7 @@ class RedisPrefillQueue:
         """A burst of calls shares connections: to open one takes as long as many calls, and they are limited."""
         self._common: dict[PoolId, tuple[object, ...]] = {}
         self._taken: dict[str, list[bytes]] = {}
-        """Entries of a stream that only this process reads, which were handed out and can go."""
+        """Entries of streams that only this process reads, which were handed out and can go."""
 
     @property
     def malformed_total(self) -> int:
@@ -189,20 +190,29 @@ class RedisPrefillQueue:
         return await self._run(script, pool, keys, claim.entry, str(claim.claimant), claim.claimant.worker, *args)
 
     async def _take(self, key: str, wait_ms: int) -> list[dict[bytes, bytes]]:
-        """What came to a stream that nobody else reads. It is deleted by the next call: if the answer gets lost, it is
-        there again."""
-        taken = self._taken.get(key)
-        if taken:
-            async with self._calls.answer():
-                await self._client.xdel(key, *taken)
-            del self._taken[key]
-        read = await self._read({key: "0-0"}, RESULTS_A_CALL, min(wait_ms, _LONGEST_WAIT_MS))
+        """What came to a stream that nobody else reads. It is deleted later: if the answer gets lost, it is there."""
+        taken = self._taken.setdefault(key, [])
+        if len(taken) >= RESULTS_A_CALL:
+            await self._forget(key, taken)
+        try:
+            read = await self._read({key: taken[-1] if taken else "0-0"}, RESULTS_A_CALL, wait_ms)
+        except StoreError:
+            # Whatever store answers next may be another one, with entries that are older by its clock.
+            taken.clear()
+            raise
         entries = read[0][1] if read else []
-        if entries:
-            self._taken[key] = [entry for entry, _ in entries]
+        taken += [entry for entry, _ in entries]
+        if taken and not entries:
+            await self._forget(key, taken)
         return [fields for _, fields in entries]
 
+    async def _forget(self, key: str, taken: list[bytes]) -> None:
+        async with self._calls.answer(), self._room:
+            await self._client.xdel(key, *taken)
+        taken.clear()
+
     async def _read(self, after: Mapping[str, bytes | str], count: int, wait_ms: int) -> Any:
+        wait_ms = min(wait_ms, _LONGEST_WAIT_MS)
         async with self._calls.answer(self._calls.timeout_s + wait_ms / 1000):
             return await self._client.xread(dict(after), count=count, block=wait_ms or None)
 

@@ -106,6 +106,20 @@ async def test_results_whose_answer_got_lost_are_there_again(queue: RedisPrefill
     await restarted.close()
 
 
+async def test_results_that_came_to_a_store_whose_clock_is_behind_are_seen(
+    queue: RedisPrefillQueue, store: EmbeddedStore
+) -> None:
+    for name, entry in (("one", "9999999999999-0"), ("two", "1-0")):
+        with redis.Redis.from_url(store.url) as client:
+            fields = {"job": name, "worker": A, "kind": "d", "data": b"x"}
+            client.xadd(KEYS.results(POOL_ID, ROUTER), fields, id=entry)  # type: ignore[arg-type]
+        assert [found for found, _ in await queue.results(POOL_ID, ROUTER, 5000)] == [name]
+        store.kill()
+        with pytest.raises(StoreError):
+            await queue.results(POOL_ID, ROUTER, 5000)
+        store.start()
+
+
 async def test_a_burst_shares_connections(store: EmbeddedStore, client: redis.Redis) -> None:
     queue = RedisPrefillQueue(store.url, "test", timeout_s=20.0)
     await asyncio.gather(*(put(queue, waited_for(f"job{n}")) for n in range(300)))
