@@ -21,6 +21,7 @@ from vllm_pd.router.worker import Source, Worker
 from vllm_pd.routing.rates import RateLearner
 from vllm_pd.state.base import PoolId, Role, WorkerId, WorkerState
 
+LATE_PAUSE_S = 2.0
 LAST_RESORT_S = 60.0
 """How long a worker that left is remembered while the store answers: later its address may be somebody else's."""
 
@@ -169,6 +170,10 @@ class Directory:
             _log.info("worker %s had left, and takes no connections: %s", worker.id, cause)
             return
         self._set(worker, worker.breaker.refused(self._clock(), cause))
+
+    def note_late(self, worker: Worker) -> None:
+        """`worker` did not answer a question about its health in time: it is spared, no more."""
+        self._set(worker, worker.breaker.busy(self._clock(), LATE_PAUSE_S))
 
     def note_down(self, worker: Worker, cause: str) -> None:
         """`worker` was found to give no sign of life."""

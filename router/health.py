@@ -219,6 +219,9 @@ class HealthWatch:
         seen.missed += 1
         if worker.breaker.circuit is Circuit.OPEN:
             self._directory.note_down(worker, f"/health: {cause}")
+        else:
+            # It may be down; until that is sure, new requests go to others.
+            self._directory.note_late(worker)
 
     async def _health(self, worker: Worker) -> int:
         answer = await self._upstream.open("GET", worker.url, "/health", self._headers, None, self._probe_s)

@@ -100,6 +100,19 @@ async def test_prefill_on_a_stopped_worker_is_done_by_another_then_by_the_decode
     assert cluster.metric("bypass_total", reason="no_prefill_worker") == 1
 
 
+async def test_suspected_worker_gets_no_new_requests(start_cluster: StartCluster, start_worker: StartWorker) -> None:
+    cluster, (first, second) = await two(start_cluster, start_worker, health_timeout=4.0)
+    stop(first)
+    asking = asyncio.create_task(cluster.post("/v1/completions", WHOLE))
+    await first.arrived.wait()
+    await until(lambda: not known(cluster, first).is_usable(asyncio.get_running_loop().time()), "it is late")
+    assert not known(cluster, first).is_broken
+    assert (await cluster.post("/v1/completions", WHOLE))[0] == 200
+    assert (len(first.posts), len(second.posts)) == (1, 1)
+    go_on(first)
+    asking.cancel()
+
+
 async def test_long_answer_of_a_living_worker_is_waited_for(
     start_cluster: StartCluster, start_worker: StartWorker
 ) -> None:

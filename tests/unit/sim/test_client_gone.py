@@ -1,4 +1,4 @@
-"""A client leaves while its request is in one phase or another: the engines hear of it at once, through the real router.
+"""A client leaves in one phase of its request or another: the engines hear of it at once, through the real router.
 
 Mock engines that take very long for what a client waits for, in short steps: whatever ends sooner was aborted.
 """
