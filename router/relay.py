@@ -1,4 +1,4 @@
-"""Passes a worker's answer on to the client as it comes.
+"""Passes a worker's answer on to the client: streams as they come, other answers when they are complete.
 
 A stream of events that breaks off is left open, and `call.broken` says why: `continuation` goes on with it, or ends it.
 """
@@ -8,15 +8,19 @@ from __future__ import annotations
 import logging
 import re
 import time
+from http import HTTPStatus
 
 from vllm_pd.router.attempt import Attempt
 from vllm_pd.router.call import Broken, Call
 from vllm_pd.router.headers import to_client
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.settings import RouterSettings
-from vllm_pd.router.token_tail import TokenTail
+from vllm_pd.router.token_tail import ABORTED, TokenTail
 from vllm_pd.router.transport import Headers, RouterStopping, StreamLost, UpstreamResponse, header
 
+EVENT_STREAM = "text/event-stream"
+MAX_WHOLE_BYTES = 8 * 1024 * 1024
+"""Answers with a length up to this one are sent when they are complete."""
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
 
 _log = logging.getLogger(__name__)
@@ -38,9 +42,11 @@ class Relay:
             StreamLost: it broke off before the client was sent anything of it, so another may be asked.
         """
         headers = to_client(answer.headers) + call.extra
-        if header(headers, "content-length") == str(len(first)):
-            self._note_usage(attempt, first)
-            await call.reply.send(answer.status, headers, first)
+        length = _length_of_whole(headers)
+        if length is not None:
+            body = await self._whole(answer, first, length)
+            self._note_usage(attempt, body)
+            await call.reply.send(answer.status, headers, body)
             return 0
         if call.tail is not None and _is_event_stream(headers):
             return await self._pass_events(attempt, answer, first, call, call.tail, headers)
@@ -48,6 +54,21 @@ class Relay:
             # Nothing but events fits into the stream that it is to go on with.
             raise StreamLost(f"it answered with status {answer.status} and without events")
         return await self._pass_bytes(attempt, answer, first, call, headers)
+
+    async def _whole(self, answer: UpstreamResponse, first: bytes, length: int) -> bytes:
+        """An answer in one piece. Of half of it a client has nothing, while another worker can give it whole."""
+        parts, size = [first], len(first)
+        while size < length:
+            chunk = await answer.next_chunk(self._settings.idle_timeout)
+            if not chunk:
+                raise StreamLost("it closed the connection")
+            parts.append(chunk)
+            size += len(chunk)
+        body = first if len(parts) == 1 else b"".join(parts)
+        if answer.status == HTTPStatus.OK and ABORTED in body:
+            # So a server ends what it has when it is told to stop.
+            raise StreamLost("it gave the request up")
+        return body
 
     async def _pass_bytes(
         self, attempt: Attempt, answer: UpstreamResponse, first: bytes, call: Call, headers: Headers
@@ -129,7 +150,15 @@ def _note_break(attempt: Attempt, call: Call, error: StreamLost) -> None:
     call.broken = Broken(attempt.worker, problem, time.monotonic(), stopping)
 
 
+def _length_of_whole(headers: Headers) -> int | None:
+    """Bytes of an answer that is waited for; None for one that is passed on as it comes."""
+    length = header(headers, "content-length")
+    if length is None or not length.isdecimal() or int(length) > MAX_WHOLE_BYTES:
+        return None
+    return None if (header(headers, "content-type") or "").startswith(EVENT_STREAM) else int(length)
+
+
 def _is_event_stream(headers: Headers) -> bool:
     """Whether events can be read from the body, and added to it."""
     plain = header(headers, "content-encoding") is None and header(headers, "content-length") is None
-    return plain and (header(headers, "content-type") or "").startswith("text/event-stream")
+    return plain and (header(headers, "content-type") or "").startswith(EVENT_STREAM)

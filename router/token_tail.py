@@ -22,7 +22,8 @@ from vllm_pd.router.continued_events import ContinuedEvents, Identity
 _IDS = b'"token_ids":['
 _PROMPT_IDS = b'"prompt_token_ids":['
 _RUNNING = b'"finish_reason":null'
-_ABORTED = b'"finish_reason":"abort"'
+ABORTED = b'"finish_reason":"abort"'
+"""How vLLM's server ends what it has when it is told to stop, or was told by somebody else to end the request."""
 _EMPTY_DELTA = b'"delta":{}'
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
@@ -179,7 +180,7 @@ class TokenTail:
         start = event.find(_IDS)
         if start < 0:
             return self._other(event)
-        if _ABORTED in event:
+        if ABORTED in event:
             self.failure = "it gave the request up"
             return b""
         start += len(_IDS)
@@ -247,7 +248,7 @@ class TokenTail:
                 return b""
         elif _USAGE_ONLY in event:
             self.usage_sent = True
-        elif _ABORTED in event:
+        elif ABORTED in event:
             self.failure = "it gave the request up"
             return b""
         return event
@@ -270,7 +271,7 @@ class TokenTail:
         assert self._continued is not None
         if not event.startswith(b"data: {") or event.startswith(_ERROR):
             return self._other(event)
-        if _ABORTED in event:
+        if ABORTED in event:
             self.failure = "it gave the request up"
             return b""
         made = self._continued.event(event[len("data: ") :])

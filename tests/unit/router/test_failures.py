@@ -417,6 +417,43 @@ async def test_plain_answer_that_breaks_off_is_cut_for_the_client_too(pd: PD) ->
         await pd.cluster.post("/v1/completions", WHOLE)
 
 
+def json_answer(finish: str, *, sent: float = 1.0) -> Hook:
+    """A hook that gives an answer with this finish reason, or breaks off after a part of it."""
+
+    async def hook(request: web.Request, _: Seen) -> web.StreamResponse:
+        choice = {"index": 0, "text": "word " * 200_000, "finish_reason": finish}
+        body = json.dumps({"choices": [choice]}, separators=(",", ":")).encode()
+        reply = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(len(body))})
+        await reply.prepare(request)
+        await reply.write(body[: int(len(body) * sent)])
+        if sent < 1:
+            assert request.transport is not None
+            request.transport.abort()
+        return reply
+
+    return hook
+
+
+@pytest.mark.parametrize("hook", [json_answer("abort"), json_answer("length", sent=0.9)])
+async def test_an_answer_that_is_not_complete_is_asked_of_another_worker(
+    start_cluster: StartCluster, start_worker: StartWorker, hook: Hook
+) -> None:
+    """vLLM answers with 200 and `abort` what it is told to stop before it is finished."""
+    cluster, (_, first, second) = await two_decoders(start_cluster, start_worker)
+    first.hook, second.hook = hook, json_answer("length")
+    code, answer = await cluster.post("/v1/completions", BODY)
+    assert code == 200
+    assert json.loads(answer)["choices"][0]["finish_reason"] == "length"
+    assert len(second.posts) == 1
+
+
+async def test_an_answer_that_nobody_completes_ends_with_an_error(pd: PD) -> None:
+    pd.decode.hook = json_answer("abort")
+    code, answer = await pd.cluster.post("/v1/completions", BODY)
+    assert code == 502
+    assert pd.decode.host_port in json.loads(answer)["error"]["message"]
+
+
 async def test_event_stream_of_declared_length_that_breaks_off_is_cut(pd: PD) -> None:
     async def short(request: web.Request, _: Seen) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Content-Length": "500"})
