@@ -90,7 +90,8 @@ class RedisPrefillQueue:
             if left_ms <= 0:
                 return None
             # Only to be woken: whoever of those that wake is first gets the job.
-            await self._read(dict(zip(keys[:2], found, strict=True)), 1, left_ms)
+            if not await self._read(dict(zip(keys[:2], found, strict=True)), 1, left_ms):
+                return None
 
     async def extend(self, pool: PoolId, claim: Claim) -> bool:
         return bool(await self._run_claim(scripts.EXTEND, pool, claim))
