@@ -129,7 +129,7 @@ class Proxy:
                 call.params, call.prefilled_on, call.prefilled_pool = outcome.params, outcome.worker, outcome.pool
                 break
             _log.debug("%s prefill on %s failed: %s", call.id, placed.worker.id, failure)
-            if failure not in (Failure.CONNECT, Failure.DOWN):
+            if failure not in (Failure.CONNECT, Failure.DOWN, Failure.NO_WORKER):
                 break
             call.tried.add(placed.worker.id)
             other = self._placer.place(call.demand, call.workers, split=True, exclude=call.tried)
@@ -155,6 +155,7 @@ def _why_refused(outcome: PrefillOutcome, settings: RouterSettings) -> str:
         "workers, or raise --queue-timeout",
         Failure.TIMEOUT: f"The prompt was not computed within {settings.prefill_timeout:g} s; add prefill workers, or "
         "raise --prefill-timeout",
+        Failure.NO_WORKER: "No worker that prefills for others is left; check the prefill workers",
         Failure.CONNECT: "The prefill workers take no connections; check that they are running",
         Failure.DOWN: "The prefill workers give no sign of life; check those processes",
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from vllm_pd.router.breaker import Circuit, Trouble
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.watched_legs import Leg, Legs, always
 from vllm_pd.state.base import WorkerId
@@ -15,6 +16,8 @@ from vllm_pd.state.prefill_queue import JobId, JobInfo
 
 SUSPECT_S = 1.0
 """A result that has not come after so long: time to know who has the job."""
+REFUSES_S = 1.0
+"""Longer than the news takes that a worker has withdrawn."""
 _NO_ENGINE = -1
 """Which engine computes is not known, and its own worker sees whether it gets on: only the process is watched."""
 
@@ -27,12 +30,13 @@ class Claimants:
         self._legs = legs
         self._watched: dict[JobId, Leg] = {}
 
-    def look(self, overdue: Iterable[JobId], found: Iterable[JobInfo]) -> set[WorkerId]:
+    def look(self, overdue: Iterable[JobId], found: Iterable[JobInfo], now: float) -> set[WorkerId]:
         """The workers that were found down with a job in their hands.
 
         Args:
             overdue: jobs whose results are waited for.
             found: what the queue says; those among `overdue` that are claimed count.
+            now: the directory's monotonic seconds.
         """
         wanted = set(overdue)
         held = {job.id: WorkerId(job.claimant.rpartition("@")[0]) for job in found if job.id in wanted and job.claimant}
@@ -44,10 +48,18 @@ class Claimants:
             if known is not None and job not in self._watched:
                 leg = self._watched[job] = self._legs.begin(known, _NO_ENGINE, always)
                 leg.wait.since = leg.sent
-        down = {leg.worker.id for leg in self._watched.values() if leg.wait.error is not None}
-        for job in [job for job, leg in self._watched.items() if leg.wait.error is not None]:
+        lost = {job: leg.worker.id for job, leg in self._watched.items() if self._is_lost(leg, now)}
+        for job in lost:
             self._end(job)
-        return down
+        return set(lost.values())
+
+    def _is_lost(self, leg: Leg, now: float) -> bool:
+        if leg.wait.error is not None:
+            return True
+        # Whoever leaves withdraws before it closes its port: one that is registered and takes no connections is dead.
+        breaker, worker = leg.worker.breaker, leg.worker
+        refuses = breaker.circuit is Circuit.OPEN and breaker.trouble is Trouble.REFUSED
+        return refuses and now - breaker.since >= REFUSES_S and self._directory.get(worker.id) is worker
 
     def close(self) -> None:
         """Watch nobody any more. Idempotent."""

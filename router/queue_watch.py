@@ -56,6 +56,7 @@ class PoolQueue:
         self.models: frozenset[str] = frozenset()
         """Names that every worker who claims answers to."""
         self.claimers: frozenset[WorkerId] = frozenset()
+        """Those that are well as far as is known."""
         self.asks_key = False
         """Some worker who claims wants an API key."""
         self.depths: Mapping[WorkerId | None, QueueDepth] = {}
@@ -175,18 +176,18 @@ class QueueWatch:
         """What the directory says of a pool now."""
         pool, now = workers[0].pool, self._clock()
         registered = [worker for worker in workers if worker.source is Source.STORE]
-        claimers = [worker for worker in registered if worker.record.claims and worker.hands_over]
+        claiming = [worker for worker in registered if worker.record.claims and worker.hands_over]
         queue = self._pools.get(pool)
         if queue is None:
-            if not claimers:
+            if not claiming:
                 return
             jobs = JobResults(self.queue, pool, self.router, self._orphaned, self._clock)
             queue = self._pools[pool] = PoolQueue(pool, jobs, Claimants(self._directory, self._legs))
             self._loops[pool] = asyncio.create_task(repeat(jobs.refresh, 0.0))
-        queue.claimers = frozenset(worker.id for worker in claimers)
-        queue.asks_key = any(worker.record.asks_key for worker in claimers)
-        if claimers:
-            queue.models = frozenset.intersection(*(frozenset(worker.record.models) for worker in claimers))
+        queue.claimers = frozenset(worker.id for worker in claiming if not worker.is_broken)
+        queue.asks_key = any(worker.record.asks_key for worker in claiming)
+        if claiming:
+            queue.models = frozenset.intersection(*(frozenset(worker.record.models) for worker in claiming))
         queue.seen |= {worker.id: now + worker.lease_left_ms(now) / 1000 for worker in registered}
 
     async def _care(self, queue: PoolQueue) -> None:
@@ -235,7 +236,7 @@ class QueueWatch:
         """Give the jobs of workers that are registered, but found to be down, to others."""
         overdue = queue.jobs.overdue(SUSPECT_S)
         found = await self.queue.jobs(queue.pool, LOOKED_AT) if overdue else ()
-        for worker in queue.watched.look(overdue, found):
+        for worker in queue.watched.look(overdue, found, self._clock()):
             moved = await _until_done(partial(self.queue.rehome, queue.pool, worker))
             _log.warning("%d prefill jobs of worker %s, which gives no sign of life, go to others", moved, worker)
 

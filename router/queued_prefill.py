@@ -67,8 +67,8 @@ class Direct(StrEnum):
     STORE_DOWN = "store_down"
     STORE_SLOW = "store_slow"
     STORE_FAILED = "store_failed"
-    STORE_LOST = "store_lost"
-    """The job was put, and then the store fell silent or forgot it."""
+    LOST = "job_lost"
+    """It was put, and then the store fell silent or forgot it."""
     LARGE = "large_body"
     KEY = "client_key"
     """Workers check the client's own key."""
@@ -212,7 +212,8 @@ class QueuedPrefill:
             return PrefillOutcome(failure=failure, way=Way.QUEUE, stream=stream)
         result = expected.result.result()
         if result is None:
-            return Direct.STORE_LOST
+            # With nobody left who claims, the placed worker is of those that went.
+            return Direct.LOST if queue.claimers else PrefillOutcome(failure=Failure.NO_WORKER, way=Way.QUEUE)
         return self._read(queue, result, stream, expected.hold, attempt, call)
 
     async def _wait(self, queue: PoolQueue, expected: Expected) -> Failure | None:

@@ -236,7 +236,7 @@ async def test_job_that_was_lost_with_the_store_is_sent_directly(cluster: QueueC
     assert (await request)[0] == 200
     assert len(prefill.legs) == 1
     assert decode.worker.posts[0].json["kv_transfer_params"] == TRANSFER
-    assert cluster.metric("prefill_direct_total", reason="store_lost") == 1
+    assert cluster.metric("prefill_direct_total", reason="job_lost") == 1
 
 
 async def test_store_that_restarts_empty_has_lost_the_job(cluster: QueueCluster) -> None:
@@ -247,7 +247,7 @@ async def test_store_that_restarts_empty_has_lost_the_job(cluster: QueueCluster)
     cluster.store.kill()
     cluster.store.start()
     assert (await request)[0] == 200
-    assert cluster.metric("prefill_direct_total", reason="store_lost") == 1
+    assert cluster.metric("prefill_direct_total", reason="job_lost") == 1
     await until(lambda: cluster.is_up, "the queue is used again")
 
 
@@ -397,17 +397,48 @@ async def test_job_of_a_worker_that_gives_no_sign_of_life_is_done_by_another(ope
         assert cluster.metric("prefill_dispatch_total", way="queue", outcome="done") == 1
 
 
+async def test_job_of_a_worker_that_takes_no_connections_is_done_by_another(cluster: QueueCluster) -> None:
+    """Long before its lease ends."""
+    first, _ = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
+    first.worker.hook = hang
+    request = asyncio.create_task(cluster.post())
+    await until(lambda: first.legs, "it is claimed")
+    second = await cluster.join(Role.PREFILL)
+    assert first.runner is not None
+    await first.runner.close()
+    await first.worker.stop()
+    assert (await request)[0] == 200
+    assert len(second.legs) == 1
+    assert cluster.service.directory.get(first.entry.id) is not None
+    assert cluster.watched.claimers == {second.entry.id}
+    assert cluster.metric("prefill_dispatch_total", way="queue", outcome="done") == 1
+
+
 async def test_job_that_waits_again_is_taken_back(opened: Open) -> None:
-    async with opened(queue_timeout=0.3, health_timeout=0.5) as cluster:
+    async with opened(queue_timeout=0.3) as cluster:
         prefill, decode = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
+        prefill.worker.hook = hang
+        request = asyncio.create_task(cluster.post())
+        await until(lambda: prefill.legs, "it is claimed")
+        assert prefill.runner is not None
+        prefill.runner.leave()
+        await cluster.queue.rehome(POOL, prefill.entry.id)
+        assert (await request)[0] == 200
+        assert "kv_transfer_params" not in decode.worker.posts[0].json
+        assert cluster.metric("prefill_fallback_total", reason="queue_timeout") == 1
+
+
+async def test_only_worker_that_prefills_is_down(opened: Open) -> None:
+    async with opened(health_timeout=0.5, require_prefill=True) as cluster:
+        prefill, _ = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
         prefill.worker.hook, prefill.worker.frozen = hang, True
         request = asyncio.create_task(cluster.post())
         await until(lambda: prefill.legs, "it is claimed")
         assert prefill.runner is not None
         prefill.runner.leave()
-        assert (await request)[0] == 200
-        assert "kv_transfer_params" not in decode.worker.posts[0].json
-        assert cluster.metric("prefill_fallback_total", reason="queue_timeout") == 1
+        code, answer, _ = await request
+        assert code == 503
+        assert json.loads(answer)["error"]["message"].startswith("No worker that prefills for others is left; check")
 
 
 async def test_worker_that_withdraws_finishes_what_it_has(cluster: QueueCluster) -> None:
