@@ -13,7 +13,7 @@ from vllm_pd.agent.prefill_progress import EngineProgress
 from vllm_pd.agent.prefill_rules import How, Verdict
 from vllm_pd.background import end_tasks
 from vllm_pd.errors import StoreError
-from vllm_pd.state.base import PoolId
+from vllm_pd.state.base import PoolId, WorkerRecord
 from vllm_pd.state.prefill_payload import PrefillRequest, decode_request
 from vllm_pd.state.prefill_queue import Claim, PrefillQueue
 
@@ -23,18 +23,24 @@ _EXTENSIONS = 3
 """How often the queue is told of a job within the time after which it gives it away."""
 _AGAIN_S = (0.1, 2.0)
 _LEAST_SAY_S = 1.0
+_RELEASE_PATH = "/v1/completions"
+_RELEASE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobTools:
     """What every job of a worker is done with."""
 
+    record: WorkerRecord
     queue: PrefillQueue
-    pool: PoolId
     api: OwnApi
     api_key: str = field(repr=False)
     progress: EngineProgress
     visibility_s: float
+
+    @property
+    def pool(self) -> PoolId:
+        return self.record.pool.id
 
 
 class RunningJob:
@@ -42,9 +48,12 @@ class RunningJob:
 
     def __init__(self, tools: JobTools, claim: Claim) -> None:
         self.claim = claim
+        self.cancelled = False
+        """Whether nobody waits for it: it is over and comes to no worker again."""
+        self._request: PrefillRequest | None = None
         self._tools = tools
-        self._since = time.monotonic()
-        self._until = self._since + _LEAST_SAY_S
+        self._began = tools.progress.now
+        self._until = time.monotonic() + _LEAST_SAY_S
         self._ended: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
     def end(self, verdict: Verdict) -> None:
@@ -61,7 +70,8 @@ class RunningJob:
         left_s = rules.time_left_s(request, time.time_ns() // 1_000_000)
         if left_s <= 0:
             return Verdict(How.FAILED, error="its deadline was over before a worker began")
-        self._until = self._since + max(_LEAST_SAY_S, left_s)
+        self._until = time.monotonic() + max(_LEAST_SAY_S, left_s)
+        self._request = request
         tasks = [asyncio.create_task(self._compute(request, left_s)), asyncio.create_task(self._keep())]
         for task in tasks:
             task.add_done_callback(self._hear)
@@ -92,6 +102,25 @@ class RunningJob:
             pause = min(longest, 2 * pause)
         return False
 
+    async def let_go(self) -> None:
+        """Have the blocks of a cancelled job let go, if the engine has done it: else they stay until their lease ends.
+
+        Not of one that may come back: its next attempt would keep nothing. Never raises.
+        """
+        key = rules.hold_of(self._request) if self._request is not None else ""
+        if self._request is None or not key:
+            return
+        body, engines = rules.release_requests(self._tools.record, key, self._headers(self._request))
+        for headers in engines:
+            try:
+                await self._tools.api.post(_RELEASE_PATH, headers, body, _RELEASE_S)
+            except PostFailed as e:
+                logger.debug("blocks of prefill job %s stay until their lease ends: %s", self.claim.job.id, e)
+
+    def _headers(self, request: PrefillRequest) -> list[tuple[str, str]]:
+        own_stream = self.claim.job.worker == self.claim.claimant.worker
+        return rules.own_headers(request, self._tools.api_key, own_stream=own_stream)
+
     def _hear(self, task: asyncio.Task[Verdict]) -> None:
         if task.cancelled():
             return
@@ -102,11 +131,9 @@ class RunningJob:
             self.end(task.result())
 
     async def _compute(self, request: PrefillRequest, left_s: float) -> Verdict:
-        own_stream = self.claim.job.worker == self.claim.claimant.worker
-        headers = rules.own_headers(request, self._tools.api_key, own_stream=own_stream)
         began = time.monotonic()
         try:
-            answer = await self._tools.api.post(request.path, headers, request.body, left_s)
+            answer = await self._tools.api.post(request.path, self._headers(request), request.body, left_s)
         except PostFailed as e:
             return Verdict(How.FAILED, error=str(e), own_fault=True)
         computed_ms = int((time.monotonic() - began) * 1000)
@@ -118,7 +145,7 @@ class RunningJob:
         every_s = tools.visibility_s / _EXTENSIONS
         while True:
             await asyncio.sleep(every_s)
-            if tools.progress.stuck(self._since, tools.visibility_s):
+            if tools.progress.stuck(self._began, tools.visibility_s):
                 error = f"the engine of {self.claim.claimant.worker} made no progress"
                 return Verdict(How.FAILED, error=error, own_fault=True, stuck=True)
             try:

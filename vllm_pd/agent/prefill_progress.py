@@ -38,6 +38,11 @@ class EngineProgress:
         """When the newest report came, by the clock."""
         return self._last
 
+    @property
+    def now(self) -> float:
+        """By the same clock."""
+        return self._clock()
+
     def note(self, running: int) -> None:
         """An engine reported. Cheap: it is called at each step."""
         now = self._clock()

@@ -8,7 +8,8 @@ from enum import StrEnum
 
 import msgspec
 
-from vllm_pd.state.base import WorkerId
+from vllm_pd.holds import RELEASE_FIELD, hold_key
+from vllm_pd.state.base import WorkerId, WorkerRecord
 from vllm_pd.state.prefill_payload import PrefillAnswer, PrefillRequest, encode_answer, without_credentials
 from vllm_pd.state.prefill_queue import QueueDepth
 
@@ -64,7 +65,12 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
 
 
+class _Body(msgspec.Struct):
+    kv_transfer_params: dict[str, object] = {}
+
+
 _answer = msgspec.json.Decoder(_Answer)
+_body = msgspec.json.Decoder(_Body)
 
 
 def budget_tokens(configured: int, batch_tokens: int, engines: int) -> int:
@@ -141,6 +147,30 @@ def verdict_of(status: int, body: bytes, retry_after: str | None, computed_ms: i
         # vLLM does so to what it still has, or gets, when it shuts down.
         return Verdict(How.RETURNED, error="the engine of the worker gave it up", pause_s=_ABORTED_PAUSE_S)
     return Verdict(How.DONE, data=encode_answer(PrefillAnswer(status=status, body=body, computed_ms=computed_ms)))
+
+
+def hold_of(request: PrefillRequest) -> str:
+    """The key of the blocks that the engine keeps when it has done this (`vllm_pd.holds`); empty if it has none."""
+    try:
+        return hold_key(_body.decode(request.body).kv_transfer_params)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+def release_requests(
+    record: WorkerRecord, key: str, headers: list[tuple[str, str]]
+) -> tuple[bytes, list[list[tuple[str, str]]]]:
+    """The request to let go of these blocks: its body, and its headers for each engine that may have them.
+
+    Args:
+        headers: those of the prefill request.
+    """
+    model = record.models[0] if record.models else record.pool.model
+    body = {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {RELEASE_FIELD: [key]}}
+    kept = [pair for pair in headers if pair[0].lower() in ("authorization", "content-type", _RANK_HEADER)]
+    if record.dp_size <= 1 or any(name.lower() == _RANK_HEADER for name, _ in kept):
+        return msgspec.json.encode(body), [kept]
+    return msgspec.json.encode(body), [[*kept, (_RANK_HEADER, str(rank))] for rank in range(record.dp_size)]
 
 
 def pause_after(failures: int) -> float:

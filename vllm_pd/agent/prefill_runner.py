@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ _STORE_PAUSE_S = (0.2, 2.0)
 _MOST_PEERS = 8
 """Streams looked at in one go, at random of those with jobs: it costs the same in a cluster of any size."""
 _UNEXPECTED_PAUSE_S = 1.0
+_MOST_REFUSED = 256
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class PrefillRunner:
         self._api = OwnApi(spec.server)
         self._progress = progress
         visibility_s = (limits or QueueLimits()).visibility_ms / 1000
-        self._tools = JobTools(queue, self._pool, self._api, spec.api_key, progress, visibility_s)
+        self._tools = JobTools(record, queue, self._api, spec.api_key, progress, visibility_s)
         self._allowed = False
         self._leaving = False
         self._taken_over = False
@@ -96,6 +98,9 @@ class PrefillRunner:
         self._before: Mapping[WorkerId, QueueDepth] = {}
         self._wake = asyncio.Event()
         self._jobs: dict[RunningJob, asyncio.Task[None]] = {}
+        self._refused: deque[RunningJob] = deque(maxlen=_MOST_REFUSED)
+        """Those that were done when they were somebody else's, or nobody's, already."""
+        self._releases: set[asyncio.Task[None]] = set()
         self._claiming: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
 
@@ -131,7 +136,7 @@ class PrefillRunner:
     async def close(self) -> None:
         """Stop at once and say nothing: jobs that are still claimed are given to others when they are missed."""
         loops = [task for task in (self._claiming, self._listening) if task is not None]
-        await end_tasks([*loops, *self._jobs.values()])
+        await end_tasks([*loops, *self._jobs.values(), *self._releases])
         await self._api.close()
 
     async def _repeat(self, step: Callable[[], Awaitable[None]], wanted: Callable[[], bool]) -> None:
@@ -225,6 +230,10 @@ class PrefillRunner:
             heard = await job.say(verdict)
             self.stats.ended[verdict.how] += 1
             self.stats.unheard += not heard and verdict.how is not How.LOST
+            if job.cancelled:
+                await job.let_go()
+            elif verdict.how is How.DONE and not heard:
+                self._refused.append(job)
         except Exception:
             logger.exception("vllm-pd: a prefill job ended unexpectedly; others get it when it is missed")
         finally:
@@ -245,10 +254,16 @@ class PrefillRunner:
 
     async def _drop_cancelled(self) -> None:
         """Have vLLM give up what nobody waits for any more."""
-        for id in await self._queue.cancelled(self._pool, self._me, wait_ms=int(_CANCELLED_WAIT_S * 1000)):
-            for job in self._jobs:
-                if job.claim.job.id == id:
-                    job.end(Verdict(How.LOST, error="it was cancelled"))
+        ids = set(await self._queue.cancelled(self._pool, self._me, wait_ms=int(_CANCELLED_WAIT_S * 1000)))
+        for job in self._jobs:
+            if job.claim.job.id in ids:
+                job.cancelled = True
+                job.end(Verdict(How.LOST, error="it was cancelled"))
+        for job in [job for job in self._refused if job.claim.job.id in ids]:
+            self._refused.remove(job)
+            task = asyncio.create_task(job.let_go())
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
 
     async def _sleep(self, seconds: float) -> None:
         """Wait, but no longer than until something has changed; 0: until then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -13,6 +14,7 @@ import pytest
 
 from tests.conformance.registry import worker
 from tests.unit.agent.own_server import OK, StubServer, answering, own_server, until
+from tests.unit.agent.test_prefill_rules import Clock
 from vllm_pd.agent.prefill_progress import EngineProgress
 from vllm_pd.agent.prefill_rules import How
 from vllm_pd.agent.prefill_runner import PrefillRunner
@@ -30,7 +32,7 @@ POOL = RECORD.pool.id
 OTHER = dataclasses.replace(RECORD, id=WorkerId("10.0.0.99:8000"), url="http://10.0.0.99:8000")
 QUIET = QueueLimits(visibility_ms=60_000, patience_ms=0)
 """Jobs do not move by themselves while a test looks."""
-BRISK = QueueLimits(visibility_ms=900, patience_ms=0)
+BRISK = QueueLimits(visibility_ms=3000, patience_ms=0)
 BUDGET = 1000
 
 
@@ -44,10 +46,11 @@ class Bench:
         self._queues: list[RedisPrefillQueue] = []
         self._runners: list[PrefillRunner] = []
         self.results: dict[str, JobResult] = {}
+        self.timeout_s = 10.0
         self.queue = self.open_queue()
 
     def open_queue(self) -> RedisPrefillQueue:
-        queue = RedisPrefillQueue(self.store.url, "test", limits=self.limits, timeout_s=1.0)
+        queue = RedisPrefillQueue(self.store.url, "test", limits=self.limits, timeout_s=self.timeout_s)
         self._queues.append(queue)
         return queue
 
@@ -190,6 +193,74 @@ async def test_a_cancelled_job_is_given_up_by_the_server_at_once(bench: Bench) -
     assert (await bench.answer("two")).status == 200
 
 
+KEPT = b'{"prompt":"one","kv_transfer_params":{"pd_hold":"key-1"}}'
+
+
+def releases(stub: StubServer) -> list[tuple[str, str | None]]:
+    """Key and rank of each release that the server was asked for."""
+    found = []
+    for _, headers, body in stub.asked:
+        params = json.loads(body).get("kv_transfer_params", {})
+        found += [(key, headers.get("x-data-parallel-rank")) for key in params.get("pd_release", ())]
+    return found
+
+
+async def test_blocks_of_a_job_that_was_cancelled_are_let_go(bench: Bench) -> None:
+    _, stub = await bench.worker(dataclasses.replace(RECORD, dp_size=1))
+    stub.answer = stub.hold
+    await bench.put("one", body=KEPT)
+    await until(lambda: stub.open == 1)
+    stub.answer = answering()
+    assert await bench.queue.cancel(POOL, JobId("one"))
+    # The engine may have done it at that very moment.
+    await until(lambda: releases(stub) == [("key-1", None)])
+    assert stub.asked[1][1]["authorization"] == "Bearer own"
+
+
+async def test_blocks_of_a_job_that_was_cancelled_as_it_was_done_are_let_go_by_every_engine(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, stub = await bench.worker(dataclasses.replace(RECORD, dp_size=2))
+    named = asyncio.Event()
+    original = runner._queue.cancelled
+
+    async def late(*args: Any, **kwargs: Any) -> Any:
+        ids = await original(*args, **kwargs)
+        await named.wait()
+        return ids
+
+    monkeypatch.setattr(runner._queue, "cancelled", late)
+    stub.answer = stub.hold
+    # The call that is under way is not the one that is held up.
+    await bench.put("first")
+    await until(lambda: stub.open == 1)
+    assert await bench.queue.cancel(POOL, JobId("first"))
+    await until(lambda: stub.given_up == 1)
+    await bench.put("one", body=KEPT)
+    await until(lambda: stub.open == 1)
+    assert await bench.queue.cancel(POOL, JobId("one"))
+    stub.may_end.set()
+    await until(lambda: runner.stats.unheard == 1)
+    assert releases(stub) == []
+    named.set()
+    await until(lambda: releases(stub) == [("key-1", "0"), ("key-1", "1")])
+
+
+@brisk
+async def test_blocks_of_a_job_that_may_come_back_are_not_let_go(bench: Bench) -> None:
+    """Its key counts for the next attempt, too."""
+    runner, stub = await bench.worker()
+    stub.answer = stub.hold
+    await bench.put("one", body=KEPT)
+    await until(lambda: stub.open == 1)
+    assert await bench.queue.rehome(POOL, RECORD.id) == 1
+    await until(lambda: len(stub.asked) == 2)
+    stub.may_end.set()
+    assert (await bench.answer("one")).status == 200
+    await until(lambda: not runner._jobs)
+    assert releases(stub) == []
+
+
 async def test_jobs_are_claimed_up_to_the_budget_and_one_of_any_size_by_an_empty_worker(bench: Bench) -> None:
     runner, stub = await bench.worker()
     stub.answer = stub.hold
@@ -243,6 +314,7 @@ async def test_an_overloaded_server_gives_its_jobs_back_and_others_do_them(bench
     assert (len(stub.asked), other.stats.claimed) == (1, 1)
 
 
+@pytest.mark.parametrize("bench", [QueueLimits(visibility_ms=60_000, patience_ms=60_000)], indirect=True, ids=[""])
 async def test_a_worker_that_is_broken_does_not_eat_the_jobs_of_others(bench: Bench) -> None:
     broken, stub = await bench.worker()
     stub.answer = answering(500, b"dead")
@@ -251,18 +323,20 @@ async def test_a_worker_that_is_broken_does_not_eat_the_jobs_of_others(bench: Be
         await bench.put(f"job{i}", tokens=10)
     for i in range(40):
         assert not (await bench.result(f"job{i}")).error
-    assert broken.stats.claimed < 10
+    assert broken.stats.claimed < 20
     assert other.stats.ended[How.DONE] == 40
 
 
 @brisk
 async def test_a_job_lasts_as_long_as_its_engine_gets_on(bench: Bench) -> None:
-    progress = EngineProgress()
+    clock = Clock()
+    progress = EngineProgress(clock=clock)
     _, stub = await bench.worker(progress=progress)
     stub.answer = stub.hold
     await bench.put("long")
-    deadline = time.monotonic() + 3 * BRISK.visibility_ms / 1000
+    deadline = time.monotonic() + 2 * BRISK.visibility_ms / 1000
     while time.monotonic() < deadline:
+        clock.now += 1.0
         progress.note(1)
         assert await bench.queue.reclaim(POOL, None) == 0
         await asyncio.sleep(0.05)
@@ -273,11 +347,13 @@ async def test_a_job_lasts_as_long_as_its_engine_gets_on(bench: Bench) -> None:
 
 @brisk
 async def test_an_engine_that_stopped_loses_its_jobs_and_gets_none_until_it_gets_on(bench: Bench) -> None:
-    progress = EngineProgress()
+    clock = Clock()
+    progress = EngineProgress(clock=clock)
     stuck, stub = await bench.worker(progress=progress)
     stub.answer = stub.hold
     await bench.put("one")
     await until(lambda: stub.open == 1)
+    clock.now += 60.0
     other, _ = await bench.worker(OTHER)
     assert (await bench.answer("one")).status == 200
     assert bench.results["one"].worker == OTHER.id
@@ -288,6 +364,7 @@ async def test_an_engine_that_stopped_loses_its_jobs_and_gets_none_until_it_gets
     await asyncio.sleep(0.5)
     assert (stuck.stats.claimed, await bench.waiting(RECORD.id)) == (1, 1)
     stub.may_end.set()
+    clock.now += 1.0
     progress.note(0)
     assert (await bench.answer("two")).status == 200
 
@@ -311,6 +388,7 @@ async def test_a_worker_that_is_silent_hears_that_its_job_is_anothers(bench: Ben
 
 
 async def test_a_job_goes_on_while_the_store_is_silent_and_is_acknowledged_when_it_is_back(bench: Bench) -> None:
+    bench.timeout_s = 0.5
     runner, stub = await bench.worker()
     stub.answer = stub.hold
     await bench.put("one")
@@ -330,6 +408,7 @@ async def test_a_job_goes_on_while_the_store_is_silent_and_is_acknowledged_when_
 
 
 async def test_a_result_that_nobody_can_be_told_of_in_time_is_given_up(bench: Bench) -> None:
+    bench.timeout_s = 0.5
     runner, stub = await bench.worker()
     stub.answer = stub.hold
     await bench.put("one", timeout_ms=1500)
