@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 from vllm_pd.routing.dynamo_rules import new_bypass, old_remote
@@ -122,6 +123,11 @@ def total_wait(candidate: Candidate, expected: Prediction, policy: Predicted, ru
     return expected.queue + work * (1.0 + policy.work + others)
 
 
+def stall(decoder: Candidate, work: float, policy: Predicted, rule: SplitRule) -> float:
+    """By how much `total_wait` is above the policy's score, for this work."""
+    return work * (rule.stall * max(decoder.inflight, decoder.decoding) - policy.disturbance * decoder.decoding)
+
+
 class DecodeLeg:
     """The policy by which `predicted` chooses the decode worker of a request that may be split."""
 
@@ -139,6 +145,8 @@ class DecodeLeg:
         self._partners = partners
         self._longest_local = max(ask.block_size - 1, 0 if rule.name in _OWN_LIMIT else rule.max_local_tokens)
         self._steps = ask.output_tokens or _USUAL_ANSWER
+        self._expected: Prediction | None = None
+        """For the decode worker that was weighed last."""
         self._judged: tuple[Candidate | None, tuple[str, Weighed | None]] = (None, ("", None))
 
     def judge(self, decoder: Candidate) -> tuple[str, Weighed | None]:
@@ -159,7 +167,7 @@ class DecodeLeg:
             return "prefill busy", None
         if rule.name is Disagg.AUTO:
             transfer = self._transfer(decoder)
-            expected = predict(decoder, ask, overlap, self._now, self.patience)
+            expected = self._expected = predict(decoder, ask, overlap, self._now, self.patience)
             here = total_wait(decoder, expected, self._policy, rule, self._now)
             weighed = Weighed(here, partner.stalling + transfer, transfer)
             return "sooner whole" if weighed.here <= weighed.there else "", weighed
@@ -187,9 +195,11 @@ class DecodeLeg:
     def ttft(self, decoder: Candidate, overlap: Overlap) -> float:
         """Seconds to the first token by way of this decode worker."""
         partner = self._partners.of(decoder)
-        if partner is None or self.judge(decoder)[0]:
-            return predict(decoder, self._ask, overlap, self._now, self.patience).ttft
-        return partner.choice.best.ttft + self._transfer(decoder)
+        why_whole, weighed = self.judge(decoder)
+        if partner is None or why_whole:
+            expected = self._expected if weighed is not None else None
+            return (expected or predict(decoder, self._ask, overlap, self._now, self.patience)).ttft
+        return partner.choice.best.ttft + (weighed.transfer if weighed is not None else self._transfer(decoder))
 
     def scores(self, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float) -> list[float]:
         if self._rule.name in _OWN_LIMIT:
@@ -197,15 +207,18 @@ class DecodeLeg:
         # What `_score` says, without a call for each of many candidates.
         size, most, blocks = ask.block_size, ask.most_cached, ask.blocks
         shortest, steps = ask.tokens - self._longest_local, self._steps
-        weight, disturbance = self._rule.stall, self._policy.disturbance
-        heres = self._policy.scores(ask, candidates, overlaps, now) if self._rule.name is Disagg.AUTO else None
+        by_time, weight, own = self._rule.name is Disagg.AUTO, self._rule.stall, 1.0 + self._policy.work
         held = overlaps.get
         pool: PoolId | None = None
         usual: Partner | None = None
         rates: Rates | None = None
         transfer = step = nothing_cached = 0.0
         found: list[float] = []
-        for index, decoder in enumerate(candidates):
+        # Those that would prefill themselves, or might, with what doing it elsewhere costs as the rule `auto` weighs it:
+        # what it costs there is asked for all of them at once.
+        here: list[int] = []
+        limits: list[float] = []
+        for decoder in candidates:
             holder = decoder.holder
             if decoder.pool != pool:
                 pool = decoder.pool
@@ -218,32 +231,42 @@ class DecodeLeg:
                 rates = decoder.rates
                 transfer, step = rates.transfer(blocks), rates.step_sequence * steps
                 nothing_cached = rates.prefill(ask.tokens, 0)
-            stalls = decoder.inflight
-            decoding = decoder.decoding
+            stalls, decoding = decoder.inflight, decoder.decoding
             if decoding > stalls:
                 stalls = decoding
-            overlap = held(holder)
-            cached = 0
-            over = transfer
+            overlap, cached, over = held(holder), 0, transfer
             if overlap is not None:
                 cached = min(overlap.blocks, most) * size
                 over = rates.transfer(max(0, blocks - overlap.gpu))
             if partner is None or partner.late or cached >= shortest:
-                seconds = heres[index] if heres is not None else self._here(decoder)
-            else:
-                seconds = partner.cost + over
-                if heres is not None:
-                    here, there = heres[index], partner.stalling + over
-                    if here <= there:
-                        if stalls:
-                            work = nothing_cached
-                            if overlap is not None or decoder.promised:
-                                work = self._work(decoder)
-                            here += work * (weight * stalls - disturbance * decoding)
-                        if here <= there:
-                            seconds = heres[index]
-            found.append(seconds + step * stalls)
+                here.append(len(found))
+                limits.append(inf)
+                found.append(step * stalls)
+                continue
+            if by_time:
+                there = partner.stalling + over
+                # The least that it can cost here, with no queue before it.
+                if overlap is not None or decoder.promised or nothing_cached * (own + weight * stalls) <= there:
+                    here.append(len(found))
+                    limits.append(there)
+            found.append(partner.cost + over + step * stalls)
+        if here:
+            self._prefer_here(found, here, limits, candidates)
         return found
+
+    def _prefer_here(
+        self, found: list[float], here: Sequence[int], limits: Sequence[float], candidates: Sequence[Candidate]
+    ) -> None:
+        """Put in the scores of those, by index, that prefill themselves: whoever costs no more so than its limit."""
+        decoders = [candidates[index] for index in here]
+        costs = self._policy.scores(self._ask, decoders, self._overlaps, self._now)
+        for index, decoder, cost, limit in zip(here, decoders, costs, limits, strict=True):
+            if cost > limit:
+                continue
+            stalls = max(decoder.inflight, decoder.decoding)
+            if stalls and limit < inf and cost + stall(decoder, self._work(decoder), self._policy, self._rule) > limit:
+                continue
+            found[index] = cost + decoder.rates.step_sequence * self._steps * stalls
 
     def parts(
         self, index: int, ask: Ask, candidates: Sequence[Candidate], overlaps: Overlaps, now: float
