@@ -57,9 +57,12 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
+_BUSY = (int(HTTPStatus.TOO_MANY_REQUESTS), int(HTTPStatus.SERVICE_UNAVAILABLE))
+
+
 def outcome_of(status: int) -> Outcome:
     """What the status of an answer says about the worker that gave it."""
-    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+    if status in _BUSY:
         return Outcome.BUSY
     return Outcome.FAILED if status >= 500 else Outcome.FINE
 
@@ -96,13 +99,13 @@ class Breaker:
 
     def fine(self, now: float) -> Breaker:
         """It has answered a request. Others may be told all the same that it is too busy for them."""
-        return _CLOSED if now >= self.busy_until else Breaker(busy_until=self.busy_until)
+        return CLOSED if now >= self.busy_until else Breaker(busy_until=self.busy_until)
 
     def busy(self, now: float, retry_after: float | None) -> Breaker:
         """It is too busy for a request, and asks for `retry_after` seconds; None if it does not say."""
         wait = BUSY_S if retry_after is None else min(max(retry_after, 0.0), LONGEST_BUSY_S)
         # Whoever says that is neither gone nor silent; whether it can answer is not known.
-        base = _CLOSED if self.trouble in (Trouble.REFUSED, Trouble.DOWN) else self
+        base = CLOSED if self.trouble in (Trouble.REFUSED, Trouble.DOWN) else self
         return replace(base, busy_until=max(self.busy_until, now + wait))
 
     def failed(self, now: float, cause: str) -> Breaker:
@@ -138,7 +141,7 @@ class Breaker:
             return self
         if self.trouble in (Trouble.FAILING, Trouble.STUCK):
             return replace(self, circuit=Circuit.HALF_OPEN, tried_at=0.0)
-        return _CLOSED
+        return CLOSED
 
     def _open(self, now: float, trouble: Trouble, cause: str) -> Breaker:
         longest = LONGEST_STUCK_PAUSE_S if trouble is Trouble.STUCK else LONGEST_PAUSE_S
@@ -147,4 +150,5 @@ class Breaker:
         return Breaker(Circuit.OPEN, trouble, cause, since=since, retry_at=now + pause, pause=min(longest, 2 * pause))
 
 
-_CLOSED = Breaker()
+CLOSED = Breaker()
+"""Of a worker without any trouble."""

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm_pd.router.breaker import Breaker, Circuit, Outcome, outcome_of
+from vllm_pd.router.breaker import CLOSED, Breaker, Circuit, Outcome, outcome_of
 from vllm_pd.router.transport import Headers, retry_after
 from vllm_pd.router.worker import Source, Worker
 from vllm_pd.routing.rates import RateLearner
@@ -148,7 +148,10 @@ class Directory:
 
     def note_answer(self, worker: Worker, status: int, headers: Headers) -> None:
         """`worker` has answered with this status."""
-        outcome, now = outcome_of(status), self._clock()
+        outcome = outcome_of(status)
+        if outcome is Outcome.FINE and worker.breaker is CLOSED:
+            return
+        now = self._clock()
         if outcome is Outcome.FINE:
             self._set(worker, worker.breaker.fine(now))
         elif outcome is Outcome.BUSY:
@@ -158,7 +161,8 @@ class Directory:
 
     def note_sent(self, worker: Worker) -> None:
         """A request goes to `worker`."""
-        worker.breaker = worker.breaker.sent(self._clock())
+        if worker.breaker is not CLOSED:
+            worker.breaker = worker.breaker.sent(self._clock())
 
     def note_failed(self, worker: Worker, cause: str) -> None:
         """`worker` took a request and did not answer it: it broke off, or took too long."""

@@ -11,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from vllm_pd.router.breaker import Trouble
 from vllm_pd.router.decision import UNSERVED_IF_STRICT, Reason
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.histogram import Histogram, Series
@@ -42,6 +43,14 @@ class _DirectoryCollector(Collector):
         for role, count in self._directory.count_by_role().items():
             workers.add_metric([role], count)
         yield workers
+        troubled = GaugeMetricFamily(
+            f"{_PREFIX}_workers_in_trouble", "Known workers that are left out, by what is wrong.", labels=["trouble"]
+        )
+        for trouble in Trouble:
+            if trouble is not Trouble.NONE:
+                count = sum(worker.breaker.trouble is trouble for worker in self._directory.workers)
+                troubled.add_metric([trouble.name.lower()], count)
+        yield troubled
         store = self._directory.store
         yield GaugeMetricFamily(
             f"{_PREFIX}_store_configured", "1 when the router was given a store.", int(store.configured)

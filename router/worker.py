@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from vllm_pd.router.breaker import Breaker, Circuit
+from vllm_pd.router.breaker import CLOSED, Breaker, Circuit
 from vllm_pd.router.signs_of_life import EngineReport
 from vllm_pd.routing.ledger import EngineLedger
 from vllm_pd.routing.rates import RateLearner
@@ -52,7 +52,7 @@ class Worker:
     def __init__(self, state: WorkerState, source: Source, learner: RateLearner, router: str, now: float) -> None:
         self.id: WorkerId = state.record.id
         self.source = source
-        self.breaker = Breaker()
+        self.breaker: Breaker = CLOSED
         """How requests to it fare. The `Directory` writes it."""
         self._learner = learner
         self._router = router
@@ -95,7 +95,7 @@ class Worker:
             if state.record.pool != before.pool:
                 self.pool = state.record.pool.id
             if state.record.epoch != before.epoch or state.record.dp_size != before.dp_size:
-                self.breaker = Breaker()
+                self.breaker = CLOSED
                 self._start_engines()
             for engine in self.engines:
                 engine.pool, engine.role = self.pool, self.role

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from aiohttp import web
 
 from tests.unit.router.conftest import LONG, Cluster, StartCluster, StartWorker, until
 from tests.unit.router.fake_worker import FakeWorker, Seen, hang
+from tests.unit.router.test_directory import state
+from vllm_pd.background import end_tasks
 from vllm_pd.router import signs_of_life
-from vllm_pd.router.breaker import Circuit
-from vllm_pd.router.worker import Worker
+from vllm_pd.router.breaker import Circuit, Trouble
+from vllm_pd.router.directory import Directory
+from vllm_pd.router.health import HealthWatch
+from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.settings import RouterSettings
+from vllm_pd.router.transport import WorkerDown
+from vllm_pd.router.watched_legs import Legs, always
+from vllm_pd.router.worker import Source, Worker
 from vllm_pd.state import Role
 
 WHOLE = json.dumps({"prompt": LONG, "n": 2}).encode()
@@ -72,10 +80,12 @@ async def test_requests_on_a_stopped_worker_go_to_another_and_it_comes_back(
     assert page["ready"]
     (trouble,) = [worker["trouble"] for worker in page["workers"] if worker["trouble"]]
     assert "gives no sign of life" in trouble
+    assert cluster.metric("workers_in_trouble", trouble="down") == 1
     go_on(first)
     await until(lambda: not known(cluster, first).is_broken, "it answers again")
     assert (await cluster.post("/v1/completions", WHOLE))[0] == 200
     assert len(first.posts) == 6
+    assert cluster.metric("workers_in_trouble", trouble="down") == 0
 
 
 async def test_prefill_on_a_stopped_worker_is_done_by_another_then_by_the_decode_worker(
@@ -271,3 +281,81 @@ async def test_refusing_worker_is_used_again_once_it_answers_health(
     await until(lambda: not known(cluster, first).is_broken, "it takes connections again")
     assert (await cluster.post("/v1/completions", WHOLE))[0] == 200
     assert len(first.posts) == 1
+
+
+class SilentUpstream:
+    """Takes every request and answers none."""
+
+    async def open(self, *args: Any, **options: Any) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_what_this_router_missed_while_it_was_stopped_is_held_against_nobody() -> None:
+    now = [1000.0]
+
+    def clock() -> float:
+        return now[0]
+
+    directory, legs = Directory(clock, store_configured=True), Legs(clock)
+    directory.store_up()
+    directory.replace(Source.STORE, [state("a", running=1, at=1), state("b")])
+    worker = directory.workers[0]
+    leg = legs.begin(worker, 0, always)
+    leg.wait.since = clock()
+    watch = HealthWatch(RouterSettings(), directory, legs, SilentUpstream(), RouterMetrics(directory), clock)
+    await watch.look()
+    # Stopped for twenty seconds.
+    now[0] += 20.0
+    await watch.look()
+    assert leg.wait.error is None
+    assert worker.is_usable(clock())
+    # From now on it counts: nothing comes, and /health is not answered either.
+    for _ in range(24):
+        now[0] += 0.25
+        await watch.look()
+        for seen in watch._seen.values():
+            seen.missed = 1
+    assert isinstance(leg.wait.error, WorkerDown)
+    assert worker.breaker.trouble is Trouble.DOWN
+    await end_tasks([seen.probe for seen in watch._seen.values() if seen.probe is not None])
+
+
+async def test_a_store_that_was_away_makes_no_engine_look_stuck() -> None:
+    now = [1000.0]
+
+    def clock() -> float:
+        return now[0]
+
+    directory, legs = Directory(clock, store_configured=True), Legs(clock)
+    directory.store_up()
+    directory.replace(Source.STORE, [state("a", running=1, at=1), state("b")])
+    worker = directory.workers[0]
+    leg = legs.begin(worker, 0, always)
+    settings = RouterSettings()
+    watch = HealthWatch(settings, directory, legs, SilentUpstream(), RouterMetrics(directory), clock)
+
+    async def pass_by(seconds: float) -> None:
+        for _ in range(int(seconds / 0.25)):
+            now[0] += 0.25
+            # Its process answers /health, so only load reports tell about its engine.
+            for seen in watch._seen.values():
+                seen.sign = now[0]
+            leg.wait.since = 1000.0
+            await watch.look()
+
+    directory.store_down("paused")
+    await pass_by(30.0)
+    directory.replace(Source.STORE, [state("a", running=1, at=1), state("b")], after_outage=directory.store_up())
+    await pass_by(settings.stuck_timeout - 1)
+    assert not worker.is_broken
+    await pass_by(2.0)
+    assert worker.breaker.trouble is Trouble.STUCK
+    assert isinstance(leg.wait.error, WorkerDown)
+    # Its next step shows that it computes; one request at a time may try.
+    directory.replace(Source.STORE, [state("a", running=1, at=2), state("b")])
+    await pass_by(0.5)
+    assert worker.breaker.circuit is Circuit.HALF_OPEN
