@@ -214,8 +214,8 @@ class DecodeLeg:
         rates: Rates | None = None
         transfer = step = nothing_cached = 0.0
         found: list[float] = []
-        # Those that would prefill themselves, or might, with what doing it elsewhere costs as the rule `auto` weighs it:
-        # what it costs there is asked for all of them at once.
+        # Those that would prefill themselves, or might, and what doing it elsewhere costs as the rule `auto` sees it.
+        # What doing it here costs is asked for all of them at once.
         here: list[int] = []
         limits: list[float] = []
         for decoder in candidates:
