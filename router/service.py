@@ -178,6 +178,7 @@ class RouterService:
             None if settings.serve_before_index else self.watch,
             lambda: self._tokenizers.loading,
             self._clock,
+            require_prefill=settings.require_prefill,
         )
         endpoints = Endpoints(
             settings,
