@@ -86,7 +86,9 @@ class Proxy:
             if placement.prefill is not None:
                 self._metrics.split.inc()
                 outcome = await self._prefill(call, placement.prefill, placement.record)
-                status = refusal(outcome.failure, strict=self._settings.require_prefill) if outcome.failure else None
+                # A stream that has begun goes on where it can.
+                strict = self._settings.require_prefill and not call.continues
+                status = refusal(outcome.failure, strict=strict) if outcome.failure else None
                 if status is not None:
                     await self._refuse(call, status, outcome)
                     return

@@ -323,6 +323,24 @@ async def test_the_prompt_is_prefilled_elsewhere_where_that_is_sooner(
     assert two.continued[0].json["kv_transfer_params"]["do_remote_prefill"] is True
 
 
+async def test_a_stream_that_has_begun_goes_on_without_prefill_workers_even_in_strict_mode(
+    start_two: Any, start_worker: StartWorker
+) -> None:
+    two = await start_two(Teller([Break(5, "cut")]), Teller(), require_prefill=True)
+    prefill = await start_worker()
+    await two.cluster.join(prefill, Role.PREFILL)
+    asked: list[Seen] = []
+
+    async def prefill_once(request: web.Request, seen: Seen) -> web.StreamResponse:
+        asked.append(seen)
+        return await (prefill.answer if len(asked) == 1 else status(500))(request, seen)
+
+    prefill.hook = prefill_once
+    assert await two.ask(COMPLETION, body(COMPLETION)) == whole(COMPLETION, body(COMPLETION))
+    assert len(asked) == 2
+    assert two.outcome("continued") == 1
+
+
 @pytest.mark.parametrize("how", ["cut", "eof", "error"])
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 async def test_a_stream_that_breaks_before_its_first_token_is_the_whole_request_again(
