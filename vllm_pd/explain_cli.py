@@ -14,6 +14,7 @@ from vllm_pd.console import print_table
 from vllm_pd.errors import SettingsError
 from vllm_pd.routing import policies
 from vllm_pd.routing.record import DecisionRecord, Outcome, PoolRecord, ScoredRecord, read_record, repeat
+from vllm_pd.routing.split_rule import Disagg, split_rule
 from vllm_pd.state.block_index import Holder
 
 
@@ -33,6 +34,13 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help=f"another policy to compare with, again for more: {', '.join(policies.POLICIES)}, or all",
     )
+    parser.add_argument(
+        "--disagg",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"another rule of when to split, again for more: {', '.join(Disagg)}, or all",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -41,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 when the decision is reproduced, else 1.
 
     Raises:
-        SettingsError: no such file, no record, or an unknown policy.
+        SettingsError: no such file, no record, an unknown policy or rule.
     """
     try:
         text = sys.stdin.buffer.read() if args.file == "-" else Path(args.file).read_bytes()
@@ -51,16 +59,30 @@ def run(args: argparse.Namespace) -> int:
     again = repeat(record)
     names = list(policies.POLICIES) if "all" in args.policy else args.policy
     others = {name: repeat(record, policies.policy(name)) for name in names}
+    rules = list(Disagg) if "all" in args.disagg else args.disagg
+    limit = record.rule.max_local_tokens
+    splits = {
+        str(name): repeat(record, rule=split_rule(name, limit or (0 if name == Disagg.THRESHOLD else None)))
+        for name in rules
+    }
     reproduced = again.same_as(record.outcome)
     if args.json:
-        value = {"reproduced": reproduced, "policy": record.policy, "outcome": again, "policies": others}
+        value = {
+            "reproduced": reproduced,
+            "policy": record.policy,
+            "outcome": again,
+            "policies": others,
+            "rules": splits,
+        }
         print(msgspec.json.encode(value).decode())
     else:
-        _print(record, again, reproduced, others)
+        _print(record, again, reproduced)
+        _print_others("policy", others, record.outcome)
+        _print_others("rule", splits, record.outcome)
     return 0 if reproduced else 1
 
 
-def _print(record: DecisionRecord, again: Outcome, reproduced: bool, others: Mapping[str, Outcome]) -> None:
+def _print(record: DecisionRecord, again: Outcome, reproduced: bool) -> None:
     outcome = record.outcome
     print(f"{record.path} for {record.model or 'no model'}, request {record.request}")
     for pool in record.pools:
@@ -80,21 +102,26 @@ def _print(record: DecisionRecord, again: Outcome, reproduced: bool, others: Map
         print("made again from the record: the same")
     else:
         print(f"made again from the record: {_name(again.decode)}; it was written by another version or changed")
-    if others:
-        print()
-        print_table(
-            ("policy", "answers", "prefills", "first token ms", "same"),
-            [
-                (
-                    name,
-                    _name(other.decode),
-                    _name(other.prefill) if other.prefill is not None else "-",
-                    _ms(other.ttft),
-                    "yes" if other.same_as(outcome) else "no",
-                )
-                for name, other in others.items()
-            ],
-        )
+
+
+def _print_others(what: str, others: Mapping[str, Outcome], outcome: Outcome) -> None:
+    if not others:
+        return
+    print()
+    print_table(
+        (what, "answers", "prefills", "first token ms", "why", "same"),
+        [
+            (
+                name,
+                _name(other.decode),
+                _name(other.prefill) if other.prefill is not None else "-",
+                _ms(other.ttft),
+                other.whole_or_split,
+                "yes" if other.same_as(outcome) else "no",
+            )
+            for name, other in others.items()
+        ],
+    )
 
 
 def _rule(record: DecisionRecord) -> str:

@@ -162,8 +162,8 @@ def record_of(
     )
 
 
-def repeat(record: DecisionRecord, policy: Policy | None = None) -> Outcome:
-    """Decide once more from a record, by its own policy or another one.
+def repeat(record: DecisionRecord, policy: Policy | None = None, rule: SplitRule | None = None) -> Outcome:
+    """Decide once more from a record, by its own policy and split rule or by others.
 
     Raises:
         SettingsError: this version does not know the record's policy or its weights.
@@ -182,7 +182,7 @@ def repeat(record: DecisionRecord, policy: Policy | None = None) -> Outcome:
         policy or policies.policy(record.policy, record.weights),
         asks,
         record.now,
-        rule=record.rule,
+        rule=rule or record.rule,
         temperature=record.temperature,
         random=Random(record.seed) if record.seed is not None else Random(0),
         explain=True,

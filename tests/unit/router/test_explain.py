@@ -167,6 +167,35 @@ def test_command_says_what_other_policies_would_have_done(file: Path, capsys: py
     assert "parts" in told["policies"]["least-loaded"]["decoders"][0]
 
 
+def test_command_says_what_other_rules_would_have_done_and_why(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(file), "--disagg", "all", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    why = {name: rule["whole_or_split"] for name, rule in told["rules"].items()}
+    assert why == {
+        # A prefill worker holds the prompt.
+        "auto": "split",
+        "always": "split",
+        "never": "never",
+        "threshold": "split",
+        "dynamo-old": "short",
+        "dynamo-new": "split",
+    }
+    assert told["rules"]["auto"]["weighed"]["transfer"] > 0
+    assert main(["explain", str(file), "--disagg", "dynamo-old"]) == 0
+    shown = capsys.readouterr().out
+    assert "rule always" in shown and "short" in shown
+
+
+async def test_command_says_what_the_rule_weighed(
+    start_cluster: StartCluster, start_worker: StartWorker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decode, _ = await pd_cluster(start_cluster, start_worker, disagg="auto")
+    path = tmp_path / "decision.json"
+    path.write_bytes((await explained(decode.cluster, body(PROMPT)))[1])
+    assert main(["explain", str(path)]) == 0
+    assert "rule auto: everybody together waits" in capsys.readouterr().out
+
+
 def test_command_says_when_a_record_does_not_come_out_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     value = json.loads(file.read_bytes())
     value["outcome"]["decode"] = ["somebody-else", 0]
