@@ -42,6 +42,9 @@ from vllm_pd.router.watched_legs import Leg, Legs
 from vllm_pd.router.worker import Worker
 
 MAX_DECODE_ATTEMPTS = 3
+"""Workers that take a request. One that kills them must not go round the whole cluster."""
+MAX_REFUSALS = 8
+"""Workers that take no connection, beside these: they saw nothing of it, and a rack may be gone."""
 _RETRIED_STATUS = frozenset(
     {
         HTTPStatus.TOO_MANY_REQUESTS,
@@ -56,6 +59,7 @@ _ERROR_EVENT = re.compile(rb'\s*data: ?\{"error":.*?"code": ?([45]\d\d)\b', re.D
 """How a stream of vLLM begins that failed before its first token: its head said 200 before that."""
 
 
+CONNECT = "connect"
 NO_BUDGET = "no_budget"
 """Label of retries that were not allowed."""
 _NO_BUDGET = "Too many requests of late had to be retried, so no other worker was asked; try again (--retry-ratio)."
@@ -120,14 +124,19 @@ class DecodeLeg:
         if not call.continues:
             self._budget.note_request()
         failure: _Failure | None = None
-        for attempts_left in reversed(range(MAX_DECODE_ATTEMPTS)):
+        attempts_left, refusals_left = MAX_DECODE_ATTEMPTS, MAX_REFUSALS
+        while attempts_left and refusals_left:
             attempt = self._next_attempt(call)
             if attempt is None:
                 break
-            failure = await self._try(attempt, call, attempts_left)
+            failure = await self._try(attempt, call, attempts_left - 1)
             if failure is None:
                 return
-            if failure.final or not attempts_left:
+            if failure.reason == CONNECT:
+                refusals_left -= 1
+            else:
+                attempts_left -= 1
+            if failure.final or not attempts_left or not refusals_left:
                 break
             if not failure.paid and not self._budget.take():
                 failure = replace(failure, problem=f"{failure.problem} {_NO_BUDGET}")
@@ -175,7 +184,7 @@ class DecodeLeg:
             self._directory.note_failure(worker, str(error))
             call.tried.add(worker.id)
             problem = f"Worker {worker.id} takes no connections ({error}); check that it is running."
-            return _Failure(502, problem, "connect")
+            return _Failure(502, problem, CONNECT)
         if isinstance(error, RouterStopping):
             return _Failure(503, "This router is being stopped; send the request again.", "stopping", final=True)
         if isinstance(error, FirstByteTimeout | StreamStalled):
@@ -192,9 +201,11 @@ class DecodeLeg:
             call.tried.add(worker.id)
             problem = f"Worker {worker.id} was given up before its first byte: {error}; check that process."
             return _Failure(504, problem, "down")
-        # Once may be an idle connection that the worker closed just then, so it gets a second chance.
-        if worker.id in call.reconnected:
+        # Once may be an idle connection that the worker closed just then: where it is the only one, it is asked again.
+        again = worker.id in call.reconnected
+        if again:
             self._directory.note_failed(worker, str(error))
+        if again or self._has_other(call, worker, 1):
             call.tried.add(worker.id)
         call.reconnected.add(worker.id)
         problem = f"Worker {worker.id} ended the connection without an answer ({error}); see its log."

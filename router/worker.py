@@ -155,5 +155,5 @@ class Worker:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it has failed and not been well since. One that is only too busy is not."""
-        return self.breaker.circuit is not Circuit.CLOSED
+        """Whether its breaker is open. One that is only too busy, or on trial, is not."""
+        return self.breaker.circuit is Circuit.OPEN

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from vllm_pd.router.breaker import FAILURES_TO_OPEN
 from vllm_pd.router.directory import LAST_RESORT_S, Directory
 from vllm_pd.router.worker import Source, Worker
 from vllm_pd.routing.model import NO_OVERLAP, Ask
@@ -227,6 +228,18 @@ def test_refusing_decode_worker_is_still_tried_when_it_is_the_only_one(directory
     directory.note_failure(directory.workers[0], "refused")
     assert {w.id for w in directory.serving("m") or []} == {"d", "p"}
     assert "d takes no connections: refused" in directory.missing()
+
+
+def test_router_is_ready_again_when_its_only_worker_may_be_tried(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("d", Role.DECODE)])
+    directory.store_up()
+    worker = only(directory)
+    for _ in range(FAILURES_TO_OPEN):
+        directory.note_failed(worker, "status 500")
+    assert "d fails: status 500" in directory.missing()
+    # Else nobody would send the request that shows it to be well.
+    directory.note_alive(worker)
+    assert directory.missing() == ""
 
 
 def test_with_one_pool_any_model_goes_to_it(directory: Directory) -> None:

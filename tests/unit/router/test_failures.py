@@ -135,6 +135,33 @@ async def test_decode_worker_that_refuses_is_replaced(start_cluster: StartCluste
     assert [w.id for w in cluster.service.directory.workers if w.is_broken] == [first.host_port]
 
 
+async def test_many_workers_that_refuse_do_not_use_up_the_attempts(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    cluster = await start_cluster(policy="least-loaded")
+    workers = [await start_worker() for _ in range(MAX_DECODE_ATTEMPTS + 3)]
+    for worker in workers:
+        await cluster.join(worker, Role.DECODE)
+    *dead, alive = workers
+    await cluster.load(alive, running=9)
+    for worker in dead:
+        await worker.stop()
+    assert (await cluster.post("/v1/completions", WHOLE))[0] == 200
+    assert cluster.metric("decode_retry_total", reason="connect") == len(dead)
+
+
+async def test_request_that_kills_its_workers_does_not_go_round_the_cluster(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    cluster = await start_cluster()
+    workers = [await start_worker() for _ in range(MAX_DECODE_ATTEMPTS + 3)]
+    for worker in workers:
+        worker.hook = cut
+        await cluster.join(worker, Role.DECODE)
+    assert (await cluster.post("/v1/completions", WHOLE))[0] == 502
+    assert sum(len(worker.posts) for worker in workers) == MAX_DECODE_ATTEMPTS
+
+
 async def test_stream_that_breaks_before_its_first_byte_moves_to_another_worker(
     start_cluster: StartCluster, start_worker: StartWorker
 ) -> None:
@@ -234,19 +261,18 @@ async def test_worker_that_fails_again_and_again_is_left_out_and_tried_later(
 async def test_beyond_the_retry_budget_the_client_gets_an_honest_error(
     start_cluster: StartCluster, start_worker: StartWorker
 ) -> None:
-    cluster = await start_cluster(policy="least-loaded", retry_ratio=0.0, retry_floor=1.0)
+    cluster = await start_cluster(policy="least-loaded", retry_ratio=0.0, retry_floor=0.0)
     workers = [await start_worker() for _ in range(2)]
     for worker in workers:
         await cluster.join(worker, Role.DECODE)
     await cluster.load(workers[1], running=9)
     workers[0].hook = cut
-    # The second try on a connection that broke takes all there is.
     code, answer = await cluster.post("/v1/completions", WHOLE)
     assert code == 502
     message = json.loads(answer)["error"]["message"]
     assert workers[0].host_port in message
     assert "--retry-ratio" in message
-    assert (len(workers[0].posts), len(workers[1].posts)) == (2, 0)
+    assert (len(workers[0].posts), len(workers[1].posts)) == (1, 0)
     # A refusal reaches the client as it is.
     workers[0].hook = status(503, **{"Retry-After": "9"})
     async with cluster.client.post(cluster.url + "/v1/completions", data=WHOLE) as reply:
