@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from vllm_pd.agent import prefill_rules as rules
 from vllm_pd.agent.prefill_own_server import OwnApi, PostFailed
 from vllm_pd.agent.prefill_progress import EngineProgress
-from vllm_pd.agent.prefill_rules import How, Verdict
+from vllm_pd.agent.prefill_rules import How, Release, Verdict
 from vllm_pd.background import end_tasks
 from vllm_pd.errors import StoreError
 from vllm_pd.state.base import PoolId, WorkerRecord
@@ -42,6 +42,14 @@ class JobTools:
     def pool(self) -> PoolId:
         return self.record.pool.id
 
+    async def let_go(self, release: Release) -> None:
+        """Ask the server for it. Never raises."""
+        for headers in release.headers:
+            try:
+                await self.api.post(_RELEASE_PATH, headers, release.body, _RELEASE_S)
+            except PostFailed as e:
+                logger.debug("blocks of a cancelled prefill job stay until their lease ends: %s", e)
+
 
 class RunningJob:
     """Made when the job has been claimed. `run`, then `say`."""
@@ -65,7 +73,7 @@ class RunningJob:
         """Have it computed. Never raises but for its own cancellation, which says nothing to anybody."""
         try:
             request = decode_request(self.claim.job.payload)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             return Verdict(How.FAILED, error=f"the job cannot be read ({e}); router and worker differ in their version")
         left_s = rules.time_left_s(request, time.time_ns() // 1_000_000)
         if left_s <= 0:
@@ -102,20 +110,14 @@ class RunningJob:
             pause = min(longest, 2 * pause)
         return False
 
-    async def let_go(self) -> None:
-        """Have the blocks of a cancelled job let go, if the engine has done it: else they stay until their lease ends.
+    def release(self) -> Release | None:
+        """How to let go of its blocks, if the engine has done it: else they stay until their lease ends.
 
-        Not of one that may come back: its next attempt would keep nothing. Never raises.
+        Only for a job that was cancelled. One that may come back would keep nothing at its next attempt.
         """
-        key = rules.hold_of(self._request) if self._request is not None else ""
-        if self._request is None or not key:
-            return
-        body, engines = rules.release_requests(self._tools.record, key, self._headers(self._request))
-        for headers in engines:
-            try:
-                await self._tools.api.post(_RELEASE_PATH, headers, body, _RELEASE_S)
-            except PostFailed as e:
-                logger.debug("blocks of prefill job %s stay until their lease ends: %s", self.claim.job.id, e)
+        if self._request is None:
+            return None
+        return rules.release_of(self._tools.record, self._request, self._headers(self._request))
 
     def _headers(self, request: PrefillRequest) -> list[tuple[str, str]]:
         own_stream = self.claim.job.worker == self.claim.claimant.worker

@@ -149,28 +149,30 @@ def verdict_of(status: int, body: bytes, retry_after: str | None, computed_ms: i
     return Verdict(How.DONE, data=encode_answer(PrefillAnswer(status=status, body=body, computed_ms=computed_ms)))
 
 
-def hold_of(request: PrefillRequest) -> str:
-    """The key of the blocks that the engine keeps when it has done this (`vllm_pd.holds`); empty if it has none."""
-    try:
-        return hold_key(_body.decode(request.body).kv_transfer_params)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The request to the own server to let go of a job's blocks."""
+
+    body: bytes
+    headers: list[list[tuple[str, str]]]
+    """For each engine that may have them."""
 
 
-def release_requests(
-    record: WorkerRecord, key: str, headers: list[tuple[str, str]]
-) -> tuple[bytes, list[list[tuple[str, str]]]]:
-    """The request to let go of these blocks: its body, and its headers for each engine that may have them.
+def release_of(record: WorkerRecord, request: PrefillRequest, headers: list[tuple[str, str]]) -> Release | None:
+    """How to let go of the blocks of this work; None if the router gave them no key.
 
     Args:
-        headers: those of the prefill request.
+        headers: with which the work was sent.
     """
+    key = _hold_of(request)
+    if not key:
+        return None
     model = record.models[0] if record.models else record.pool.model
     body = {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {RELEASE_FIELD: [key]}}
     kept = [pair for pair in headers if pair[0].lower() in ("authorization", "content-type", _RANK_HEADER)]
     if record.dp_size <= 1 or any(name.lower() == _RANK_HEADER for name, _ in kept):
-        return msgspec.json.encode(body), [kept]
-    return msgspec.json.encode(body), [[*kept, (_RANK_HEADER, str(rank))] for rank in range(record.dp_size)]
+        return Release(msgspec.json.encode(body), [kept])
+    return Release(msgspec.json.encode(body), [[*kept, (_RANK_HEADER, str(rank))] for rank in range(record.dp_size)])
 
 
 def pause_after(failures: int) -> float:
@@ -178,6 +180,14 @@ def pause_after(failures: int) -> float:
     free must not take, and fail, the jobs of all others."""
     first, longest = _PAUSE_S
     return 0.0 if failures < 2 else min(longest, first * 2.0 ** min(failures - 2, 10))
+
+
+def _hold_of(request: PrefillRequest) -> str:
+    """The key of the blocks that the engine keeps when it has done this (`vllm_pd.holds`); empty if it has none."""
+    try:
+        return hold_key(_body.decode(request.body).kv_transfer_params)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 def _was_aborted(body: bytes) -> bool:

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -19,12 +18,12 @@ from vllm_pd.agent import prefill_rules as rules
 from vllm_pd.agent.prefill_job import JobTools, RunningJob
 from vllm_pd.agent.prefill_own_server import OwnApi
 from vllm_pd.agent.prefill_progress import EngineProgress
-from vllm_pd.agent.prefill_rules import How, Verdict
+from vllm_pd.agent.prefill_rules import How, Release, Verdict
 from vllm_pd.agent.spec import PrefillSpec
 from vllm_pd.background import end_tasks
 from vllm_pd.errors import StoreError
 from vllm_pd.state.base import WorkerId, WorkerRecord
-from vllm_pd.state.prefill_queue import Claim, Claimant, PrefillQueue, QueueDepth, QueueLimits
+from vllm_pd.state.prefill_queue import Claim, Claimant, JobId, PrefillQueue, QueueDepth, QueueLimits
 
 logger = logging.getLogger("vllm.vllm_pd")
 
@@ -98,8 +97,8 @@ class PrefillRunner:
         self._before: Mapping[WorkerId, QueueDepth] = {}
         self._wake = asyncio.Event()
         self._jobs: dict[RunningJob, asyncio.Task[None]] = {}
-        self._refused: deque[RunningJob] = deque(maxlen=_MOST_REFUSED)
-        """Those that were done when they were somebody else's, or nobody's, already."""
+        self._refused: dict[JobId, Release] = {}
+        """Of those that were done when they were somebody else's, or nobody's, already; the oldest first."""
         self._releases: set[asyncio.Task[None]] = set()
         self._claiming: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -225,15 +224,13 @@ class PrefillRunner:
                 verdict = await job.run()
             finally:
                 self.stats.tokens -= _cost(job.claim)
+                self._wake.set()
             self._learn(verdict)
-            self._wake.set()
             heard = await job.say(verdict)
             self.stats.ended[verdict.how] += 1
             self.stats.unheard += not heard and verdict.how is not How.LOST
-            if job.cancelled:
-                await job.let_go()
-            elif verdict.how is How.DONE and not heard:
-                self._refused.append(job)
+            if (job.cancelled or (verdict.how is How.DONE and not heard)) and (release := job.release()) is not None:
+                await self._let_go(job, release)
         except Exception:
             logger.exception("vllm-pd: a prefill job ended unexpectedly; others get it when it is missed")
         finally:
@@ -259,11 +256,19 @@ class PrefillRunner:
             if job.claim.job.id in ids:
                 job.cancelled = True
                 job.end(Verdict(How.LOST, error="it was cancelled"))
-        for job in [job for job in self._refused if job.claim.job.id in ids]:
-            self._refused.remove(job)
-            task = asyncio.create_task(job.let_go())
+        for id in ids & self._refused.keys():
+            task = asyncio.create_task(self._tools.let_go(self._refused.pop(id)))
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
+
+    async def _let_go(self, job: RunningJob, release: Release) -> None:
+        """Now, if it is known that it was cancelled; else when that is said."""
+        if job.cancelled:
+            await self._tools.let_go(release)
+            return
+        self._refused[job.claim.job.id] = release
+        if len(self._refused) > _MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     async def _sleep(self, seconds: float) -> None:
         """Wait, but no longer than until something has changed; 0: until then."""
