@@ -32,7 +32,7 @@ CAPACITY_CLIENTS = 64
 PART = 0.8
 SPEED = 0.5
 SEQUENCES = 8
-FAULT_EVERY_S = 3.0
+FAULT_EVERY_S = 5.0
 DEADLINE_S = 60.0
 SAMPLE_EVERY_S = 2.0
 SETTLE_S = 20.0
@@ -63,6 +63,8 @@ class Samples:
 
     at: list[float] = field(default_factory=list)
     mib: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+    """MiB without what it says its caches of prompts have: those have a limit and grow towards it for minutes."""
     files: list[float] = field(default_factory=list)
 
     @staticmethod
@@ -178,7 +180,9 @@ async def sample(cluster: SoakCluster, samples: Samples, outcomes: Outcomes) -> 
     while True:
         now = time.monotonic()
         samples.at.append(now)
-        samples.mib.append(cluster.router_memory())
+        memory, caches = cluster.router_memory(), await asyncio.to_thread(cluster.router_caches)
+        samples.mib.append(memory)
+        samples.own.append(memory - caches)
         samples.files.append(cluster.router_files())
         if now - said > 30:
             said = now
@@ -220,30 +224,27 @@ async def soak(cluster: SoakCluster, seconds: float, report: Report) -> None:
             "router CPU %": round(100 * cpu / took, 1),
         }
     )
-    report.results.append(
-        {
-            "router": "memory MiB",
-            "first": round(samples.mib[0], 1),
-            "last": round(samples.mib[-1], 1),
-            "highest": round(max(samples.mib), 1),
-            "growth": round(Samples.growth(samples.mib), 1),
-        }
-    )
-    report.results.append(
-        {
-            "router": "descriptors",
-            "first": samples.files[0],
-            "last": samples.files[-1],
-            "highest": max(samples.files),
-            "growth": Samples.growth(samples.files),
-        }
-    )
+    named = {
+        "memory MiB": samples.mib,
+        "memory without prompt caches MiB": samples.own,
+        "descriptors": samples.files,
+    }
+    for name, values in named.items():
+        report.results.append(
+            {
+                "router": name,
+                "first": round(values[0], 1),
+                "last": round(values[-1], 1),
+                "highest": round(max(values), 1),
+                "growth": round(Samples.growth(values), 1),
+            }
+        )
     report.results += [{"fault": name, "times": times} for name, times in sorted(faults.done.items())]
     report.results += [{"not answered in full": why, "requests": n} for why, n in outcomes.failed.most_common()]
     report.targets += [
         Target.at_least("answered in full", round(success, 5), MIN_SUCCESS),
         Target.at_most("slowest answer, s", round(max(outcomes.took), 2), DEADLINE_S),
-        Target.at_most("memory growth, MiB", round(Samples.growth(samples.mib), 1), MAX_MORE_MIB),
+        Target.at_most("memory growth without prompt caches, MiB", round(Samples.growth(samples.own), 1), MAX_MORE_MIB),
         Target.at_most(
             "descriptors after the load, more than before", samples.files[-1] - samples.files[0], MAX_MORE_FILES
         ),

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from benchmarks.common import cpu_seconds
 from vllm_pd.graph.embedded_store import EmbeddedStore
+from vllm_pd.graph.metrics_text import scrape
 from vllm_pd.graph.ports import LOOPBACK, free_ports
 from vllm_pd.graph.process import ManagedProcess, ProcessSpec
 
@@ -20,6 +21,8 @@ ROLES = ("prefill",) * 3 + ("decode",) * 5
 START_DEADLINE_S = 60.0
 LEASE_S = 4.0
 _MIB = 1 << 20
+# A single request that hangs on a worker that is well otherwise is found by its timeout and by nothing else.
+_ROUTER_FLAGS = ("--first-byte-timeout", "20", "--idle-timeout", "10")
 
 
 class SoakWorker:
@@ -77,7 +80,7 @@ class SoakCluster:
             worker.start()
         self.router_url = f"http://{LOOPBACK}:{router_port}"
         command = [sys.executable, "-m", "vllm_pd.router.cli", "--log-level", "error", "--port", str(router_port)]
-        self._router = self._process("router", [*command, "--store", self.store.url])
+        self._router = self._process("router", [*command, "--store", self.store.url, *_ROUTER_FLAGS])
         self._router.wait_ready(f"{self.router_url}/ready", deadline_s=START_DEADLINE_S)
 
     def _process(self, name: str, command: list[str]) -> ManagedProcess:
@@ -91,6 +94,10 @@ class SoakCluster:
         """MiB that the router's process has in memory."""
         pages = int(Path(f"/proc/{self.router_pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / _MIB
+
+    def router_caches(self) -> float:
+        """MiB that the router keeps of earlier prompts, as it says. Raises OSError."""
+        return scrape(self.router_url).value("vllm_pd_router_prompt_cache_bytes") / _MIB
 
     def router_files(self) -> int:
         """Descriptors that the router's process has open."""

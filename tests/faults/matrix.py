@@ -21,8 +21,8 @@ CLIENTS = 20
 DEADLINE_S = 60.0
 """What no request may take, whatever happens to whom."""
 SETTLE_S = 45.0
-"""After the last answer everything must be free again. What a decode worker may still be reading when it falls silent is
-free when its lease of 30 s has ended, and not before."""
+"""After the last answer everything must be free again. What a decode worker may still be reading when it falls silent
+is free when its lease of 30 s has ended, and not before."""
 AFTERWARDS = 6
 """Requests that must be right when everything runs again."""
 _WARM = 12
