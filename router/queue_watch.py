@@ -32,6 +32,7 @@ ANNOUNCE_S = 1.0
 ANNOUNCED_MS = 15_000
 DEPTH_S = 1.0
 RECLAIM_S = 2.0
+SLOW_PUTS = 3
 MOST_AT_ONCE = 64
 """Jobs that one call of `rehome` or `reclaim` moves at most."""
 MOST_CALLS = 32
@@ -40,6 +41,8 @@ LOOKED_AT = 512
 """Jobs of the queue, the oldest ones, among which are those that have been claimed for long."""
 CANCELS_AT_ONCE = 16
 """Each has a connection to the store meanwhile."""
+MOST_CANCELS = 4096
+"""Waiting, while the store does not answer; jobs beyond end by their deadline."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ class PoolQueue:
         self.watched = watched
         self.up = False
         """The store has answered, and has failed at nothing since."""
+        self.problem = ""
+        """Of the last time."""
         self.models: frozenset[str] = frozenset()
         """Names that every worker who claims answers to."""
         self.claimers: frozenset[WorkerId] = frozenset()
@@ -64,6 +69,8 @@ class PoolQueue:
         """Registered workers, each with the end of its lease as last seen."""
         self.missing: dict[WorkerId, tuple[float, bool | None]] = {}
         """Since when workers with jobs are not registered, and what `departure` asks."""
+        self.slow_puts = 0
+        """In a row."""
         self.announced_at = self.depth_at = self.reclaimed_at = float("-inf")
 
     @property
@@ -71,11 +78,18 @@ class PoolQueue:
         """Of all its streams."""
         return sum(depth.waiting_tokens for depth in self.depths.values())
 
+    def slow(self, problem: str) -> None:
+        """The store took too long for a job. Once may be a busy machine."""
+        self.slow_puts += 1
+        if self.slow_puts >= SLOW_PUTS:
+            self.failed(problem)
+
     def failed(self, problem: str) -> None:
         """The store did not do what it was asked for. Until it has answered again the queue is not used."""
+        level = logging.WARNING if problem != self.problem else logging.DEBUG
         if self.up:
-            _log.warning("the prefill queue cannot be used, work is sent directly: %s", problem)
-        self.up = False
+            _log.log(level, "the prefill queue cannot be used, work is sent directly: %s", problem)
+        self.up, self.problem = False, problem
 
 
 class QueueWatch:
@@ -122,7 +136,7 @@ class QueueWatch:
         ended = expected.result.done() and expected.result.result() is not None
         refused = put is None or (put.done() and isinstance(put.exception(), QueueFull))
         queue.jobs.done(expected, abandoned=not ended and not refused)
-        if put is None or ended or refused:
+        if put is None or ended or refused or len(self._cancels) >= MOST_CANCELS:
             return
         task = asyncio.create_task(self._cancel(queue.pool, expected, put))
         self._cancels.add(task)

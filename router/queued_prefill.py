@@ -40,6 +40,7 @@ from vllm_pd.state.prefill_payload import PrefillRequest, decode_answer, encode_
 from vllm_pd.state.prefill_queue import JobId, JobResult, PrefillJob
 
 PUT_DEADLINE_S = 0.05
+OWN_DELAY_S = 0.01
 MAX_PAYLOAD = 1 << 20
 """Bytes. A longer one would keep the store, and everybody who waits for it, busy for milliseconds."""
 UNCLAIMED_SLACK_S = 0.1
@@ -195,7 +196,10 @@ class QueuedPrefill:
         # Not `asyncio.timeout`: a call that is cancelled costs its connection.
         await asyncio.wait({put}, timeout=PUT_DEADLINE_S)
         if not put.done():
-            queue.failed(f"the store took over {PUT_DEADLINE_S * 1000:g} ms for a job")
+            # Perhaps it was this loop that stood still, and the answer is there already.
+            await asyncio.wait({put}, timeout=OWN_DELAY_S)
+        if not put.done():
+            queue.slow(f"the store took over {PUT_DEADLINE_S * 1000:g} ms for each of several jobs")
             return Direct.STORE_SLOW
         try:
             stream = put.result()
@@ -206,6 +210,7 @@ class QueuedPrefill:
         except (StoreError, OSError) as e:
             queue.failed(str(e))
             return Direct.STORE_FAILED
+        queue.slow_puts = 0
         expected.queued = True
         failure = await self._wait(queue, expected)
         if failure:

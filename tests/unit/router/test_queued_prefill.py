@@ -207,6 +207,49 @@ async def test_job_for_a_full_stream_of_its_worker_goes_to_all(opened: Open) -> 
         request.cancel()
 
 
+async def test_each_router_gets_the_results_of_its_own_jobs(opened: Open) -> None:
+    async with opened() as cluster, opened() as second:
+        prefill, decode = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
+        await until(
+            lambda: second.is_up and all(second.service.directory.get(m.entry.id) for m in (prefill, decode)),
+            "the second router is ready",
+        )
+        answers = await asyncio.gather(*(each.post() for each in (cluster, second) for _ in range(5)))
+        assert [code for code, _, _ in answers] == [200] * 10
+        for each in (cluster, second):
+            assert each.metric("prefill_dispatch_total", way="queue", outcome="done") == 5
+
+
+async def test_one_slow_answer_of_the_store_does_not_keep_others_from_the_queue(
+    cluster: QueueCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.join(Role.PREFILL)
+    await cluster.join(Role.DECODE)
+    assert cluster.service.queues is not None
+    queue = cluster.service.queues.queue
+    put, answered = queue.put, asyncio.Event()
+
+    async def slow(*args: Any) -> bool:
+        await answered.wait()
+        return await put(*args)
+
+    monkeypatch.setattr(queue, "put", slow)
+    monkeypatch.setattr(queued_prefill, "PUT_DEADLINE_S", 0.01)
+    assert (await cluster.post())[0] == 200
+    assert cluster.metric("prefill_direct_total", reason="store_slow") == 1
+    assert cluster.watched.problem == ""
+    for _ in range(2):
+        assert (await cluster.post())[0] == 200
+    assert cluster.watched.problem == "the store took over 10 ms for each of several jobs"
+    # What is put too late is cancelled.
+    answered.set()
+    await cluster.queued(0)
+    monkeypatch.setattr(queued_prefill, "PUT_DEADLINE_S", 10.0)
+    await until(lambda: cluster.is_up, "the queue is used again")
+    assert (await cluster.post())[0] == 200
+    assert cluster.metric("prefill_dispatch_total", way="queue", outcome="done") == 1
+
+
 # The store is away.
 
 
