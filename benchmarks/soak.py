@@ -69,9 +69,9 @@ class Samples:
 
     @staticmethod
     def growth(values: Sequence[float]) -> float:
-        """From the second quarter to the last: by then caches and pools have their size."""
+        """From the third quarter to the last: by then caches and pools have their size, in a run of full length."""
         quarter = max(1, len(values) // 4)
-        return statistics.median(values[-quarter:]) - statistics.median(values[quarter : 2 * quarter] or values)
+        return statistics.median(values[-quarter:]) - statistics.median(values[-2 * quarter : -quarter] or values)
 
 
 class Asker:
@@ -194,7 +194,7 @@ async def sample(cluster: SoakCluster, samples: Samples, outcomes: Outcomes) -> 
 
 
 async def soak(cluster: SoakCluster, seconds: float, report: Report) -> None:
-    """Measure into `report`."""
+    """Measure into `report`. Memory is judged in runs of full length only."""
     outcomes, samples = Outcomes(), Samples()
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
@@ -244,11 +244,12 @@ async def soak(cluster: SoakCluster, seconds: float, report: Report) -> None:
     report.targets += [
         Target.at_least("answered in full", round(success, 5), MIN_SUCCESS),
         Target.at_most("slowest answer, s", round(max(outcomes.took), 2), DEADLINE_S),
-        Target.at_most("memory growth without prompt caches, MiB", round(Samples.growth(samples.own), 1), MAX_MORE_MIB),
-        Target.at_most(
-            "descriptors after the load, more than before", samples.files[-1] - samples.files[0], MAX_MORE_FILES
-        ),
+        Target.at_most("descriptors, more than before the load", samples.files[-1] - samples.files[0], MAX_MORE_FILES),
     ]
+    if seconds >= SECONDS:
+        report.targets.append(Target.at_most("memory growth, MiB", round(Samples.growth(samples.mib), 1), MAX_MORE_MIB))
+    else:
+        report.notes.append("memory is not judged: the router's caches take minutes to reach their limits")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
