@@ -119,6 +119,20 @@ async def test_each_rule_is_obeyed_counted_and_explained(
         assert cluster.metric("split_total") == 1
 
 
+async def test_by_itself_a_router_splits_where_answers_would_stand_still(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    cluster = await start_cluster(disagg="auto")
+    prefill, decode = await start_worker(), await start_worker()
+    await cluster.join(prefill, Role.PREFILL)
+    await cluster.join(decode, Role.DECODE)
+    assert (await cluster.post(PATH, BODY))[0] == 200
+    assert prefill.posts == []
+    await cluster.load(decode, running=10)
+    assert (await cluster.post(PATH, BODY))[0] == 200
+    assert len(prefill.posts) == 1
+
+
 async def test_header_names_the_rule_of_one_request(start_cluster: StartCluster, start_worker: StartWorker) -> None:
     cluster = await start_cluster(disagg="auto")
     prefill = await start_worker()
