@@ -18,7 +18,6 @@ from functools import partial
 from http import HTTPStatus
 
 from vllm_pd.router.attempt import Attempt
-from vllm_pd.router.breaker import Outcome, outcome_of
 from vllm_pd.router.call import Call, nothing_decodes
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.leg_request import decode_request, names_rank
@@ -223,8 +222,8 @@ class DecodeLeg:
         if not self._budget.take():
             self._metrics.decode_retries.labels(NO_BUDGET).inc()
             return False
-        if outcome_of(status) is Outcome.FAILED:
-            call.params = None
+        # Also one that only refused: vLLM then has the prefill worker let the blocks go.
+        call.params = None
         return True
 
     async def _give_up(self, call: Call, failure: _Failure | None) -> None:

@@ -103,21 +103,19 @@ async def two_decoders(start_cluster: StartCluster, start_worker: StartWorker) -
     return cluster, workers
 
 
-async def test_busy_decode_worker_is_replaced_and_the_other_reads_the_same_blocks(
-    start_cluster: StartCluster, start_worker: StartWorker
-) -> None:
+async def test_busy_decode_worker_is_replaced(start_cluster: StartCluster, start_worker: StartWorker) -> None:
     cluster, (prefill, first, second) = await two_decoders(start_cluster, start_worker)
     first.hook = status(503)
     assert (await cluster.post("/v1/completions", BODY))[0] == 200
-    assert len(prefill.posts) == 1
-    assert first.posts[0].raw == second.posts[0].raw
+    assert len(prefill.posts) == len(first.posts) == len(second.posts) == 1
     assert cluster.metric("decode_retry_total", reason="status_5xx") == 1
 
 
-@pytest.mark.parametrize("hook", [cut, status(502)])
-async def test_blocks_that_a_lost_decode_worker_may_have_read_are_not_read_again(
+@pytest.mark.parametrize("hook", [cut, status(502), status(503), status(429)])
+async def test_blocks_that_another_decode_worker_may_have_read_or_given_up_are_not_read_again(
     start_cluster: StartCluster, start_worker: StartWorker, hook: Hook
 ) -> None:
+    """vLLM has the prefill worker let go of the blocks of a hand-off that it refuses."""
     cluster, (prefill, first, second) = await two_decoders(start_cluster, start_worker)
     first.hook = hook
     assert (await cluster.post("/v1/completions", BODY))[0] == 200
