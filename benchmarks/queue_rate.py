@@ -73,11 +73,8 @@ async def _through(queue: PrefillQueue, name: str, jobs: int, depth: int) -> Non
                     left.discard(job)
                     room.release()
 
-    reading = asyncio.create_task(results())
-    puts: set[asyncio.Task[bool]] = set()
-    for order, job in enumerate(sorted(left)):
-        await room.acquire()
-        put = asyncio.create_task(queue.put(POOL, PrefillJob(job, 1000, PAYLOAD, None, order, ROUTER), 60_000))
-        puts.add(put)
-        put.add_done_callback(puts.discard)
-    await reading
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(results())
+        for order, job in enumerate(sorted(left)):
+            await room.acquire()
+            tasks.create_task(queue.put(POOL, PrefillJob(job, 1000, PAYLOAD, None, order, ROUTER), 60_000))
