@@ -57,6 +57,8 @@ class PrefillOutcome:
     """Of the queue: the worker for which it waited, or `shared`."""
     failure: str = ""
     """Why it failed, as a metric's label: a `Failure` or an answer's status; empty on success."""
+    detail: str = ""
+    """The cause in the words of whoever saw it, where there are any."""
     retry_after: int = 1
     """Seconds, where it is worth trying again."""
     params: bytes | None = None

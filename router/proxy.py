@@ -161,6 +161,7 @@ def _why_refused(outcome: PrefillOutcome, settings: RouterSettings) -> str:
         Failure.CONNECT: "The prefill workers take no connections; check that they are running",
         Failure.DOWN: "The prefill workers give no sign of life; check those processes",
     }
-    unforeseen = f"The prompt could not be computed by a prefill worker ({outcome.failure}); see the workers' logs"
+    cause = f"{outcome.failure}: {outcome.detail}" if outcome.detail else outcome.failure
+    unforeseen = f"The prompt could not be computed by a prefill worker ({cause}); see the workers' logs"
     why = sentences.get(outcome.failure, unforeseen)
     return f"{why}. Decode workers do not stand in because of --require-prefill."

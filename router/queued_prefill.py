@@ -248,7 +248,7 @@ class QueuedPrefill:
         """What a result says."""
         if result.error:
             _log.debug("%s prefill job failed: %s", call.id, result.error)
-            return PrefillOutcome(failure=Failure.DEAD_LETTER, way=Way.QUEUE, stream=stream)
+            return PrefillOutcome(failure=Failure.DEAD_LETTER, way=Way.QUEUE, stream=stream, detail=result.error)
         try:
             answer = decode_answer(result.data)
         except ValueError:

@@ -353,6 +353,30 @@ async def test_failed_job_sends_the_request_whole(opened: Open, code: int, outco
         assert cluster.metric("prefill_dispatch_total", way="queue", outcome=outcome) == 1
 
 
+async def test_job_that_nobody_can_do_is_an_error_where_decode_workers_may_not_prefill(opened: Open) -> None:
+    async with opened(limits=QueueLimits(attempts=1), require_prefill=True) as cluster:
+        prefill, decode = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
+        prefill.worker.hook = status(500)
+        code, answer, _ = await cluster.post()
+        message = json.loads(answer)["error"]["message"]
+        assert code == 502
+        assert message.startswith("The prompt could not be computed by a prefill worker (dead_letter: ")
+        assert "500" in message
+        assert decode.worker.posts == []
+
+
+async def test_job_that_a_person_takes_out_of_the_queue_is_prefilled_by_the_decode_worker(
+    cluster: QueueCluster,
+) -> None:
+    await cluster.join(Role.PREFILL, runs=False)
+    decode = await cluster.join(Role.DECODE)
+    request = asyncio.create_task(cluster.post())
+    (job,) = await cluster.queued()
+    assert await cluster.queue.cancel(POOL, job.id, "it was taken out by hand")
+    assert (await request)[0] == 200
+    assert "kv_transfer_params" not in decode.worker.posts[0].json
+
+
 async def test_full_queue_has_the_decode_worker_prefill(opened: Open) -> None:
     async with opened(limits=QueueLimits(length=1)) as cluster:
         await fill(cluster)
