@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from vllm_pd.routing.split_rule import Disagg
@@ -146,7 +146,7 @@ def _uneven(values: Sequence[float]) -> float:
     return max(values) * len(values) / total if total else 0.0
 
 
-_COLUMNS = (
+_COLUMNS: tuple[tuple[str, Callable[[Report], str]], ...] = (
     ("policy", lambda r: r.policy),
     ("workers", lambda r: r.cluster),
     ("disagg", lambda r: r.disagg or "-"),
