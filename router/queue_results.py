@@ -123,6 +123,10 @@ class JobResults:
         except (StoreError, OSError) as e:
             self._failed(str(e) or type(e).__name__)
             await asyncio.sleep(RETRY_S)
+        except Exception:
+            # Nobody foresaw it; it is asked again, but not without pause.
+            await asyncio.sleep(RETRY_S)
+            raise
         else:
             self._answered_at = self._clock()
 

@@ -41,6 +41,7 @@ LOOKED_AT = 512
 """Jobs of the queue, the oldest ones, among which are those that have been claimed for long."""
 CANCELS_AT_ONCE = 16
 """Each has a connection to the store meanwhile."""
+LAST_CANCELS_S = 1.0
 MOST_CANCELS = 4096
 """Waiting, while the store does not answer; jobs beyond end by their deadline."""
 
@@ -182,7 +183,9 @@ class QueueWatch:
             await asyncio.gather(*(self._care(queue) for queue in self.pools))
 
     async def close(self) -> None:
-        """End what runs in the background. Idempotent."""
+        """End what runs in the background, after a moment for what is being cancelled. Idempotent."""
+        if self._cancels:
+            await asyncio.wait(self._cancels, timeout=LAST_CANCELS_S)
         loops, self._loops = list(self._loops.values()), {}
         await end_tasks([*loops, *self._cancels])
 

@@ -553,6 +553,17 @@ async def test_job_of_a_client_that_left_is_cancelled(cluster: QueueCluster) -> 
     assert sum(worker.inflight for worker in cluster.service.directory.workers) == 0
 
 
+async def test_router_that_is_stopped_leaves_no_job_behind(cluster: QueueCluster) -> None:
+    """The one request in the queue is cut after the grace time."""
+    await cluster.join(Role.PREFILL, runs=False)
+    await cluster.join(Role.DECODE)
+    request = asyncio.create_task(cluster.post())
+    await cluster.queued()
+    await cluster.service.stop()
+    assert await cluster.jobs() == []
+    await asyncio.gather(request, return_exceptions=True)
+
+
 async def test_worker_stops_computing_for_a_client_that_left(cluster: QueueCluster) -> None:
     prefill, _ = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
     prefill.worker.hook = hang
