@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
+from tests.conformance.registry import worker
 from vllm_pd.agent import prefill_rules as rules
 from vllm_pd.agent.prefill_progress import EngineProgress
 from vllm_pd.agent.prefill_rules import How
@@ -120,6 +124,29 @@ def test_an_answer_that_is_no_engines_is_for_whoever_asked(body: bytes) -> None:
 
 def test_a_worker_that_fails_again_and_again_takes_less_and_less() -> None:
     assert [rules.pause_after(n) for n in (0, 1, 2, 3, 4, 100)] == [0.0, 0.0, 0.25, 0.5, 1.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    "body", [b"{}", b"", b"\xff", b'{"kv_transfer_params":{"pd_hold":7}}', b'{"kv_transfer_params":7}']
+)
+def test_work_without_a_key_leaves_its_blocks_to_their_lease(body: bytes) -> None:
+    assert rules.release_of(worker(), request(body=body), []) is None
+
+
+def test_blocks_are_let_go_by_their_key_on_every_engine_that_may_have_them() -> None:
+    asked = request(body=b'{"prompt":"p","kv_transfer_params":{"pd_hold":"k","do_remote_decode":true}}')
+    key = ("Authorization", "Bearer own")
+    one, two = dataclasses.replace(worker(), dp_size=1), dataclasses.replace(worker(), dp_size=2)
+    release = rules.release_of(one, asked, [key, ("X-Request-Id", "r")])
+    assert release is not None
+    assert json.loads(release.body)["kv_transfer_params"] == {"pd_release": ["k"]}
+    assert release.headers == [[key]]
+    release = rules.release_of(two, asked, [key])
+    assert release is not None
+    assert release.headers == [[key, ("x-data-parallel-rank", "0")], [key, ("x-data-parallel-rank", "1")]]
+    chosen = ("X-data-parallel-rank", "1")
+    release = rules.release_of(two, asked, [key, chosen])
+    assert release is not None and release.headers == [[key, chosen]]
 
 
 class Clock:
