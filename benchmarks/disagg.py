@@ -86,10 +86,10 @@ def live(report: Report, *, seconds: float, rounds: int) -> None:
             "scene": scene,
             "rule": rule,
             "requests": len(seen.whole),
-            "ttft_p50_ms": _ms(percentile(seen.first, 50)),
-            "ttft_p99_ms": _ms(percentile(seen.first, 99)),
-            "itl_p50_ms": _ms(percentile(seen.gaps, 50)),
-            "itl_p99_ms": _ms(percentile(seen.gaps, 99)),
+            "ttft_p50_ms": _percentile_ms(seen.first, 50),
+            "ttft_p99_ms": _percentile_ms(seen.first, 99),
+            "itl_p50_ms": _percentile_ms(seen.gaps, 50),
+            "itl_p99_ms": _percentile_ms(seen.gaps, 99),
             "request_ms": _ms(sum(seen.whole) / len(seen.whole)),
             "tokens_per_s": round(seen.tokens / seen.seconds, 1),
         }
@@ -127,11 +127,16 @@ def _alone(by_workload: Mapping[str, Mapping[str, Mapping[str, Any]]], figure: s
     ratios: dict[str, float] = {}
     for workload, cells in by_workload.items():
         name = next(name for name in names if name in cells[OURS])
-        ratios[workload] = cells[OURS][name] / min(cells[rival][name] for rival in RIVALS)
+        best = min(cells[rival][name] for rival in RIVALS)
+        ratios[workload] = cells[OURS][name] / best if best else 1.0
     above = {workload: ratio for workload, ratio in ratios.items() if ratio > WORSE}
     within = f"{figure} by itself is within 3% of the better rival's in {len(ratios) - len(above)} of {len(ratios)}"
     listed = ", ".join(f"{workload} {ratio:.2f}" for workload, ratio in above.items())
     return f"{within}; not in {listed}" if listed else within
+
+
+def _percentile_ms(seconds: Sequence[float], percent: float) -> float:
+    return _ms(percentile(seconds, percent)) if seconds else 0.0
 
 
 def _ms(seconds: float) -> float:
