@@ -131,10 +131,16 @@ class QueueWatch:
         found = self._pools.get(pool)
         return found if found is not None and found.claimers else None
 
-    def leave(self, queue: PoolQueue, expected: Expected, put: asyncio.Task[str] | None) -> None:
+    def leave(self, queue: PoolQueue, expected: Expected, put: asyncio.Task[str] | None, *, read: bool) -> None:
         """Nobody waits for this job any more. If it may be in the queue still, it is cancelled there, once `put` has
-        ended. Returns at once."""
-        ended = expected.result.done() and expected.result.result() is not None
+        ended. Returns at once.
+
+        `read`: whoever waited knows how it ended; if not, the client may have left at the moment when it did.
+        """
+        result = expected.result.result() if expected.result.done() else None
+        ended = result is not None
+        if result is not None and not read:
+            self._orphaned(expected.hold, result)
         refused = put is None or (put.done() and isinstance(put.exception(), QueueFull))
         queue.jobs.done(expected, abandoned=not ended and not refused)
         if put is None or ended or refused or len(self._cancels) >= MOST_CANCELS:

@@ -138,13 +138,15 @@ class QueuedPrefill:
         attempt = self._placer.begin(placed)
         expected = queue.jobs.expect(JobId(f"{random.getrandbits(128):032x}"), hold)
         put: asyncio.Task[str] | None = None
+        outcome: PrefillOutcome | Direct | None = None
         try:
             job = self._job(expected.id, body, call, placed, attempt)
             put = asyncio.create_task(self._put(queue, job))
-            return await self._follow(queue, expected, put, attempt, call)
+            outcome = await self._follow(queue, expected, put, attempt, call)
         finally:
             attempt.end()
-            self._watch.leave(queue, expected, put)
+            self._watch.leave(queue, expected, put, read=outcome is not None)
+        return outcome
 
     def _job(self, id: JobId, body: bytes, call: Call, placed: Placed, attempt: Attempt) -> PrefillJob:
         settings, best = self._settings, placed.choice.best

@@ -21,7 +21,7 @@ from vllm_pd.router import queued_prefill
 from vllm_pd.router.explanation import DECISION_HEADER, EXPLAIN_HEADER
 from vllm_pd.state import Holder, Role
 from vllm_pd.state.prefill_payload import PrefillAnswer, decode_request, encode_answer
-from vllm_pd.state.prefill_queue import Claimant, JobId, PrefillJob, QueueLimits
+from vllm_pd.state.prefill_queue import Claimant, JobId, JobResult, PrefillJob, QueueLimits
 
 PUT_DEADLINE_S = queued_prefill.PUT_DEADLINE_S
 Open = Callable[..., AbstractAsyncContextManager[QueueCluster]]
@@ -590,6 +590,22 @@ async def test_blocks_that_were_computed_for_nobody_are_let_go(cluster: QueueClu
     assert await cluster.queue.ack(POOL, claim, encode_answer(answer))
     await until(lambda: prefill.released == [hold], "the blocks are let go")
     request.cancel()
+
+
+async def test_blocks_are_let_go_if_the_client_leaves_at_the_moment_of_the_result(cluster: QueueCluster) -> None:
+    prefill = await cluster.join(Role.PREFILL)
+    expected = cluster.watched.jobs.expect(JobId("job"), "hold")
+    answer = PrefillAnswer(status=200, body=json.dumps({"kv_transfer_params": TRANSFER}).encode(), computed_ms=5)
+    expected.result.set_result(JobResult(encode_answer(answer), worker=prefill.entry.id))
+
+    async def put() -> str:
+        return "shared"
+
+    sent = asyncio.create_task(put())
+    await sent
+    assert cluster.service.queues is not None
+    cluster.service.queues.leave(cluster.watched, expected, sent, read=False)
+    await until(lambda: prefill.released == ["hold"], "the blocks are let go")
 
 
 @pytest.mark.parametrize("dispatch", ["direct", "queue"])
