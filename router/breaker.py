@@ -78,7 +78,7 @@ class Breaker:
     failures: int = 0
     failed_at: float = 0.0
     since: float = 0.0
-    """When it opened; kept until it closes."""
+    """When it opened for this trouble."""
     retry_at: float = 0.0
     """When an open one is looked at next."""
     pause: float = FIRST_PAUSE_S
@@ -146,7 +146,7 @@ class Breaker:
     def _open(self, now: float, trouble: Trouble, cause: str) -> Breaker:
         longest = LONGEST_STUCK_PAUSE_S if trouble is Trouble.STUCK else LONGEST_PAUSE_S
         pause = max(self.pause, LONGEST_PAUSE_S) if trouble is Trouble.STUCK else min(self.pause, longest)
-        since = now if self.circuit is Circuit.CLOSED else self.since
+        since = self.since if self.circuit is Circuit.OPEN and self.trouble is trouble else now
         return Breaker(Circuit.OPEN, trouble, cause, since=since, retry_at=now + pause, pause=min(longest, 2 * pause))
 
 

@@ -136,7 +136,8 @@ class HealthWatch:
         breaker = worker.breaker
         if breaker.circuit is not Circuit.OPEN or breaker.trouble not in (Trouble.DOWN, Trouble.STUCK):
             return
-        if reported > breaker.since:
+        heard = max((leg.wait.since for leg in legs if leg.begun), default=0.0)
+        if max(reported, heard) > breaker.since:
             self._directory.note_alive(worker)
         else:
             self._move(worker, legs, now)

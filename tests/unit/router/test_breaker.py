@@ -152,13 +152,15 @@ def test_stuck_engine_is_tried_seldom_and_by_requests_only() -> None:
     assert pauses[0] == LONGEST_PAUSE_S
     assert pauses[-1] == LONGEST_STUCK_PAUSE_S
     assert pauses == sorted(pauses)
+    # What it reported before does not show that it computes now.
+    assert breaker.stuck(now, "again").since == now
     assert breaker.fine(now) == CLOSED
 
 
 def test_a_worker_that_stops_while_it_fails_is_known_as_down() -> None:
     breaker = failed(FAILURES_TO_OPEN).down(101.0, "no sign of life for 5 s")
     assert breaker.trouble is Trouble.DOWN
-    assert breaker.since == 100.0
+    assert breaker.since == 101.0
     assert breaker.alive() == CLOSED
 
 

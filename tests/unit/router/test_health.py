@@ -321,6 +321,13 @@ async def test_what_this_router_missed_while_it_was_stopped_is_held_against_nobo
             seen.missed = 1
     assert isinstance(leg.wait.error, WorkerDown)
     assert worker.breaker.trouble is Trouble.DOWN
+    # A byte of another answer shows that it is back.
+    other = legs.begin(worker, 0, always)
+    other.begun, other.wait.since = True, clock() + 0.1
+    now[0] += 0.25
+    await watch.look()
+    assert other.wait.error is None
+    assert worker.is_usable(clock() + 60.0)
     await end_tasks([seen.probe for seen in watch._seen.values() if seen.probe is not None])
 
 
