@@ -38,6 +38,8 @@ class Stream:
             while data := response.read1(1 << 16):
                 *whole, rest = (rest + data).split(b"\n\n")
                 self.events += whole
+            if rest:
+                self.events.append(rest)
             connection.close()
         except (OSError, http.client.HTTPException) as e:
             self.failure = repr(e)
@@ -61,6 +63,11 @@ class Stream:
         """The events' JSON, without `[DONE]`."""
         data = [event.strip().removeprefix(b"data: ") for event in self.events if event.strip()]
         return [json.loads(item) for item in data if item != b"[DONE]"]
+
+    @property
+    def answer(self) -> Any:
+        """That of a request which was not streamed."""
+        return json.loads(b"\n\n".join(self.events))
 
     @property
     def text(self) -> str:

@@ -31,7 +31,9 @@ BEFORE = 150
 
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    made = tiny_cluster(tiny_model, tmp_path_factory.mktemp("continuation"), prefill=1, decode=2)
+    # SIGTERM then ends requests at once, as vLLM does by default.
+    args = ("--shutdown-timeout", "0")
+    made = tiny_cluster(tiny_model, tmp_path_factory.mktemp("continuation"), args=args, prefill=1, decode=2)
     with made:
         yield made
     assert not made.left.processes and not made.left.ports
@@ -164,7 +166,11 @@ def kill_engine(worker: LocalWorker) -> None:
     proc_tree.send([engine(worker)], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("lose", [kill, kill_engine, stop])
+def terminate(worker: LocalWorker) -> None:
+    proc_tree.send([process for process in family(worker) if process.pid == worker.process.pid], signal.SIGTERM)
+
+
+@pytest.mark.parametrize("lose", [kill, kill_engine, terminate, stop])
 def test_a_decode_worker_that_is_lost_in_mid_stream_does_not_change_the_answer(
     cluster: LocalCluster,
     uninterrupted: list[Stream],
@@ -172,6 +178,13 @@ def test_a_decode_worker_that_is_lost_in_mid_stream_does_not_change_the_answer(
 ) -> None:
     before = outcomes(cluster)
     running = streams(cluster.router_url)
+    # One that is not streamed can be asked again as a whole.
+    wholes = [
+        Stream(cluster.router_url, stream.path, {k: v for k, v in stream.body.items() if not k.startswith("stream")})
+        for stream in running
+    ]
+    for whole in wholes:
+        whole.start()
     for stream in running:
         stream.wait_for(BEFORE)
     lost = serving(cluster)
@@ -179,6 +192,8 @@ def test_a_decode_worker_that_is_lost_in_mid_stream_does_not_change_the_answer(
     lose(lost)
     for wanted, stream in zip(uninterrupted, running, strict=True):
         check_same(cluster, wanted, stream.finish())
+    for whole in wholes:
+        assert whole.finish().answer["choices"][0]["finish_reason"] == "length"
     assert outcomes(cluster) > before
     if lose is stop:
         proc_tree.send(members, signal.SIGCONT)
