@@ -27,7 +27,7 @@ from vllm_pd.state.prefill_queue import Claim, Claimant, JobId, PrefillQueue, Qu
 
 logger = logging.getLogger("vllm.vllm_pd")
 
-_WAIT_S = (0.1, 0.8)
+_WAIT_S = (0.1, 0.4)
 """How long an idle worker waits for a job to come to it before it looks at others' streams; longer and longer while
 there is nothing for anybody."""
 _LOADED_WAIT_S = 0.025
