@@ -18,8 +18,7 @@ from benchmarks.common import Report, Target, parse_arguments
 
 ADDED_MS = 3.0
 RECOVERY_S = 15.0
-"""Twelve for a worker's lease and for looking whether it ended; a worker of which nobody knows that it is gone loses
-its jobs about as soon."""
+"""After its lease (ten seconds) a worker's jobs go to others even if nothing else has told that it is gone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
