@@ -21,6 +21,7 @@ from vllm_pd.connectors import event_flush
 from vllm_pd.connectors.cpu_cures import calm_nixl
 from vllm_pd.connectors.farewells import Farewells
 from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, HandoffLease, is_handoff
+from vllm_pd.connectors.handoff_params import Wanted, problem
 from vllm_pd.connectors.held_blocks import HeldBlocks
 from vllm_pd.connectors.pd_metadata import PDMetadata
 from vllm_pd.connectors.read_leases import Blocks, ReadLease, ReadLeases
@@ -102,6 +103,7 @@ class PDConnector(MultiConnector):
             request.kv_transfer_params = None
         elif key := hold_key(params):
             self._held.arrived(request.request_id, key)
+        self._refuse_unusable(request)
         wall = time.time()
         if self._lease.arrived(request.request_id, params, wall, now):
             self._compute_anew(request, "it came after the end of the prefill worker's lease")
@@ -186,6 +188,26 @@ class PDConnector(MultiConnector):
         """Only NIXL makes this metadata; the tiers' connector refuses any of a second pipeline stage."""
         if self._nixl is not None:
             self.sub_connectors[self._nixl].set_xfer_handshake_metadata_pp_aware(metadata)
+
+    def _refuse_unusable(self, request: Request) -> None:
+        """Take parameters off a request by which nothing can be read: vLLM would wait for blocks, or end."""
+        params = request.kv_transfer_params
+        if self._nixl is None or not params:
+            return
+        nixl = self.sub_connectors[self._nixl].connector_scheduler
+        if params.get("do_remote_decode") and not nixl.is_bidirectional_kv_xfer_enabled:
+            # A prefill leg that names blocks to read first, which only that option reads.
+            params["remote_block_ids"] = None
+        if not is_handoff(params):
+            return
+        prompt = request.prompt_token_ids
+        wanted = Wanted(
+            nixl._get_remote_prefill_token_count(len(prompt)) if prompt is not None else None,
+            len(nixl.kv_cache_config.transfer_groups),
+            0 if nixl._is_hma_required else nixl.block_size,
+        )
+        if why := problem(params, wanted):
+            self._compute_anew(request, f"its hand-off cannot be used ({why})")
 
     def _compute_anew(self, request: Request, reason: str) -> None:
         logger.warning("vllm-pd: the prompt of request %s is computed here: %s.", request.request_id, reason)

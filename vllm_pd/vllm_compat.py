@@ -139,8 +139,18 @@ INTERNALS: tuple[Internal, ...] = (
         "NixlScheduler",
         f"{_KV}.v1.nixl.base_scheduler",
         "NixlBaseConnectorScheduler",
-        ("side_channel_host", "side_channel_port", "_stop_heartbeat(req_id)"),
-        "binds the side channel whose address we choose and advertise; told which blocks nobody waits for any more",
+        (
+            "side_channel_host",
+            "side_channel_port",
+            "_stop_heartbeat(req_id)",
+            "_get_remote_prefill_token_count(num_prompt_tokens)",
+            "_is_hma_required",
+            "is_bidirectional_kv_xfer_enabled",
+            "kv_cache_config",
+            "block_size",
+        ),
+        "binds the side channel whose address we choose and advertise; told which blocks nobody waits for any more; "
+        "says what a hand-off must bring",
     ),
     Internal(
         "NixlWorker",

@@ -276,6 +276,31 @@ def test_a_read_that_outlasts_its_lease_is_computed(prefill: LocalWorker, decode
     assert got == answer(prefill, question("late read"))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remote_block_ids": "none", "remote_port": -1},
+        {"remote_block_ids": None},
+        {"remote_engine_id": None},
+        {"remote_block_ids": [[1]]},
+        {"remote_block_ids": [[1], [1]]},
+        {"remote_num_tokens": 5},
+    ],
+    ids=["nonsense", "no blocks", "no engine", "too few blocks", "too many groups", "another prompt"],
+)
+def test_a_hand_off_that_cannot_be_used_is_computed(
+    prefill: LocalWorker, decode: LocalWorker, changes: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """vLLM alone would wait for the blocks forever, or its engine would end."""
+    name = request.node.callspec.id
+    params = prefilled(prefill, name)
+    before = read_bytes(decode)
+    got = answer(decode, {**question(name), "kv_transfer_params": {**params, **changes}})
+    assert read_bytes(decode) == before
+    assert got == answer(prefill, question(name))
+    release(prefill, name)
+
+
 def test_a_decode_worker_that_stood_still_until_after_the_lease_computes(
     prefill: LocalWorker, decode: LocalWorker
 ) -> None:

@@ -109,6 +109,12 @@ class FakeScheduler:
     def __init__(self) -> None:
         self.stopped: list[str] = []
         self.heartbeats: dict[str, object] = {}
+        self.is_bidirectional_kv_xfer_enabled = self._is_hma_required = False
+        self.kv_cache_config = SimpleNamespace(transfer_groups=[None])
+        self.block_size = 32
+
+    def _get_remote_prefill_token_count(self, num_prompt_tokens: int) -> int:
+        return num_prompt_tokens
 
     @property
     def connector_scheduler(self) -> FakeScheduler:
@@ -167,11 +173,15 @@ def connector_over(nixl: FakeScheduler) -> PDConnector:
     return connector
 
 
-def handed_off(at: float) -> Any:
-    params = HandoffLease().stamp(
-        {"do_remote_prefill": True, "remote_engine_id": "engine", "remote_request_id": "there"}, at
-    )
-    return SimpleNamespace(request_id="r", kv_transfer_params=params)
+HANDOFF = {
+    "do_remote_prefill": True, "remote_engine_id": "engine", "remote_request_id": "there", "remote_host": "h",
+    "remote_port": 5600, "tp_size": 1, "remote_block_ids": [[7, 8, 9, 10]], "remote_num_tokens": 100,
+}  # fmt: skip
+
+
+def handed_off(at: float, **changes: Any) -> Any:
+    params = HandoffLease().stamp({**HANDOFF, **changes}, at)
+    return SimpleNamespace(request_id="r", kv_transfer_params=params, prompt_token_ids=[0] * 100)
 
 
 def test_a_late_hand_off_never_reaches_nixl(clock: Clock) -> None:
@@ -234,6 +244,23 @@ def test_handshakes_of_pipeline_stages_reach_nixl_and_not_the_tiers() -> None:
     connector.set_xfer_handshake_metadata_pp_aware({})
 
 
+def test_a_hand_off_that_cannot_be_used_is_computed(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    nixl = FakeScheduler()
+    connector, request = connector_over(nixl), handed_off(clock.now, remote_port=-1)
+    connector.on_new_request(request)
+    assert not nixl.seen
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert "computed here: its hand-off cannot be used (remote_port is no port)" in caplog.text
+
+
+def test_a_prefill_leg_that_names_blocks_reads_none(clock: Clock) -> None:
+    """vLLM would have it wait for them, and ask nobody."""
+    connector, leg = connector_over(FakeScheduler()), prefill_leg("k")
+    leg.kv_transfer_params["remote_block_ids"] = [[1]]
+    connector.on_new_request(leg)
+    assert leg.kv_transfer_params["remote_block_ids"] is None
+
+
 def test_a_prefill_worker_states_its_lease(clock: Clock) -> None:
     connector = connector_over(FakeScheduler())
     request = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_decode": True})
@@ -251,11 +278,13 @@ def told(connector: PDConnector) -> PDMetadata:
 
 
 def prefill_leg(key: str) -> Any:
-    return SimpleNamespace(request_id="p", kv_transfer_params={"do_remote_decode": True, "pd_hold": key})
+    params = {"do_remote_decode": True, "pd_hold": key}
+    return SimpleNamespace(request_id="p", kv_transfer_params=params, prompt_token_ids=[0] * 100)
 
 
 def release_of(*keys: object) -> Any:
-    return SimpleNamespace(request_id="x", kv_transfer_params={"pd_release": list(keys)})
+    params: dict[str, Any] = {"pd_release": list(keys)}
+    return SimpleNamespace(request_id="x", kv_transfer_params=params, prompt_token_ids=[0])
 
 
 def test_the_workers_are_told_once_until_when_a_new_hand_off_may_be_read(clock: Clock) -> None:
