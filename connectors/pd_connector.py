@@ -201,8 +201,10 @@ class PDConnector(MultiConnector):
         if not is_handoff(params):
             return
         prompt = request.prompt_token_ids
+        # What the API server has refused comes without its prompt, only to let go of the blocks.
+        knows = prompt is not None and not request.abort_immediately
         wanted = Wanted(
-            nixl._get_remote_prefill_token_count(len(prompt)) if prompt is not None else None,
+            nixl._get_remote_prefill_token_count(len(prompt)) if knows else None,
             len(nixl.kv_cache_config.transfer_groups),
             0 if nixl._is_hma_required else nixl.block_size,
         )

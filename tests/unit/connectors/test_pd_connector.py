@@ -181,7 +181,9 @@ HANDOFF = {
 
 def handed_off(at: float, **changes: Any) -> Any:
     params = HandoffLease().stamp({**HANDOFF, **changes}, at)
-    return SimpleNamespace(request_id="r", kv_transfer_params=params, prompt_token_ids=[0] * 100)
+    return SimpleNamespace(
+        request_id="r", kv_transfer_params=params, prompt_token_ids=[0] * 100, abort_immediately=False
+    )
 
 
 def test_a_late_hand_off_never_reaches_nixl(clock: Clock) -> None:
@@ -251,6 +253,15 @@ def test_a_hand_off_that_cannot_be_used_is_computed(clock: Clock, caplog: pytest
     assert not nixl.seen
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert "computed here: its hand-off cannot be used (remote_port is no port)" in caplog.text
+
+
+def test_a_refused_request_without_its_prompt_still_lets_go_of_its_blocks(clock: Clock) -> None:
+    """vLLM's API server sends it so, for the prefill worker to be told."""
+    nixl = FakeScheduler()
+    connector, request = connector_over(nixl), handed_off(clock.now)
+    request.prompt_token_ids, request.abort_immediately = [0], True
+    connector.on_new_request(request)
+    assert nixl.seen
 
 
 def test_a_prefill_leg_that_names_blocks_reads_none(clock: Clock) -> None:
