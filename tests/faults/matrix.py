@@ -27,7 +27,7 @@ AFTERWARDS = 6
 """Requests that must be right when everything runs again."""
 _WARM = 12
 _LOOK_S = 2.0
-_HUNT_S = 6.0
+_HUNT_S = 8.0
 _GLANCE_S = 0.002
 
 
@@ -64,12 +64,17 @@ def run_row(
     *,
     clients: int = CLIENTS,
     pace: Pace = FULL,
+    at_least: int = 0,
 ) -> Row:
-    """One cell: load, the blow at a moment with requests in as many phases as can be, the load on, and the checks."""
+    """One cell: load, the blow at a moment with requests in as many phases as can be, the load on, and the checks.
+
+    Args:
+        at_least: so many requests are sent, as far as `DEADLINE_S` allows.
+    """
     row = Row(target, fault)
     label = f"{target}{list(Fault).index(fault)}"
     try:
-        _strike(row, cluster, target, fault, questions, seed, label, clients, pace)
+        _strike(row, cluster, target, fault, questions, seed, label, clients, pace, at_least)
         ended = time.monotonic()
         if not eventually(lambda: not cluster.unsettled(), SETTLE_S):
             row.wrongs += [f"not as before {SETTLE_S:.0f} s after the last answer: {each}" for each in _left(cluster)]
@@ -94,6 +99,7 @@ def _strike(
     label: str,
     clients: int,
     pace: Pace,
+    at_least: int,
 ) -> None:
     traces = cluster.traces()
     load = Load(
@@ -103,22 +109,26 @@ def _strike(
     victims: frozenset[str] = frozenset()
     try:
         assert eventually(lambda: sum(bool(shot.ended) for shot in list(load.shots)) >= _WARM, DEADLINE_S), "no answers"
-        injection = plan(cluster, target, fault, _victim(cluster, target, seed), pace)
+        injection = plan(cluster, target, fault, _victim(cluster, target, load, traces), pace)
         victims = injection.victims
         at_blow = _hunt(cluster, load, traces, victims)
         injection.strike()
         for delay, action in injection.then:
             time.sleep(delay)
             action()
+        eventually(lambda: len(load.shots) >= at_least, DEADLINE_S)
     finally:
         _judge(row, target, fault, load.stop(), at_blow, victims)
 
 
-def _victim(cluster: Cluster, target: Target, seed: int) -> Member | None:
+def _victim(cluster: Cluster, target: Target, load: Load, traces: Traces) -> Member | None:
+    """The worker of that role that has most to do."""
     if target not in (Target.PREFILL, Target.DECODE):
         return None
-    of_role = cluster.of_role(Role(target))
-    return of_role[seed % len(of_role)]
+    seen = _snapshot(cluster, load, traces)
+    return max(
+        cluster.of_role(Role(target)), key=lambda member: sum(member.name in each.workers for each in seen.values())
+    )
 
 
 def _snapshot(cluster: Cluster, load: Load, traces: Traces) -> dict[str, Where]:
@@ -132,11 +142,11 @@ def _snapshot(cluster: Cluster, load: Load, traces: Traces) -> dict[str, Where]:
 def _hunt(cluster: Cluster, load: Load, traces: Traces, victims: frozenset[str]) -> dict[str, Where]:
     """Look on for a while, then return at the first moment that is as good as the best seen."""
 
-    def worth(seen: dict[str, Where]) -> tuple[int, int]:
+    def worth(seen: dict[str, Where]) -> tuple[bool, int]:
         hit = {each.phase for each in seen.values() if each.workers & victims}
-        return len({each.phase for each in seen.values()}) + len(hit), len(hit)
+        return bool(hit) or not victims, len({each.phase for each in seen.values()}) + len(hit)
 
-    started, best = time.monotonic(), (0, 0)
+    started, best = time.monotonic(), (True, 0)
     while True:
         seen = _snapshot(cluster, load, traces)
         if not traces.files:

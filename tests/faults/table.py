@@ -26,7 +26,8 @@ everything that died is started again and serves.
 
 - A number is how many requests were in that phase when the fault struck; in parentheses those that were not answered
   in full. Phases are what the engines themselves say.
-- *queued*: running nowhere yet. *waiting at decode*: prefilled, and not running at the decode worker.
+- *queued*: running nowhere yet. *transferring*: its KV is on the way, from another worker or a lower tier. *waiting at
+  decode*: prefilled, and not running at the decode worker.
 - **hit**: requests of these that the struck worker had. **stall**: longest gap in a stream that was answered in full.
   **free**: from the last answer until everything was as before.
 - *slow*: the processes run a quarter of the time for 10 s. *engine only*: the API server stays as it is.

@@ -31,13 +31,14 @@ CELLS = [
     (Target.STORE, Fault.STOP),
     (Target.STORE, Fault.RESET),
 ]
+SPLIT = ("--disagg", "always")
 WORKERS = ("--speed", "2", "--max-num-seqs", "8")
 
 
 @pytest.fixture(scope="module")
 def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, list[Question], Scene]]:
     """A cluster whose prefill workers came later, and how that went."""
-    made = Cluster(None, tmp_path_factory.mktemp("faults"), prefill=0, decode=2, worker_args=WORKERS)
+    made = Cluster(None, tmp_path_factory.mktemp("faults"), prefill=0, decode=2, worker_args=WORKERS, router_args=SPLIT)
     with made:
         asked = [ask(made, number) for number in range(12)]
         yield made, asked, scenes.prefill_comes_later(made, asked, prefill=2, clients=CLIENTS)
