@@ -32,7 +32,7 @@ CELLS = [
     (Target.STORE, Fault.RESET),
 ]
 SPLIT = ("--disagg", "always")
-WORKERS = ("--speed", "2", "--max-num-seqs", "8")
+WORKERS = ("--speed", "4", "--max-num-seqs", "8")
 
 
 @pytest.fixture(scope="module")
