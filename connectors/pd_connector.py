@@ -100,7 +100,7 @@ class PDConnector(MultiConnector):
         if keys := released_keys(params):
             self._held.release(keys, now)
             # All that this request is for; it neither reads blocks nor leaves any.
-            request.kv_transfer_params = None
+            request.kv_transfer_params = params = None
         elif key := hold_key(params):
             self._held.arrived(request.request_id, key)
         self._refuse_unusable(request)

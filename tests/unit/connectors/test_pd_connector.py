@@ -344,6 +344,17 @@ def test_a_release_neither_reads_blocks_nor_leaves_any(clock: Clock) -> None:
     assert told(connector).new_leases == ()
 
 
+@pytest.mark.parametrize("age", [0, 60])
+def test_a_release_that_comes_with_a_whole_hand_off_is_a_release_only(clock: Clock, age: float) -> None:
+    """Whatever a client writes there: an error here would end the engine."""
+    nixl = FakeScheduler()
+    connector, request = connector_over(nixl), handed_off(clock.now - age, pd_release=["k"])
+    connector.on_new_request(request)
+    assert not nixl.seen
+    assert request.kv_transfer_params is None
+    assert told(connector).new_leases == ()
+
+
 def test_an_idle_engine_goes_on_until_it_has_refused_a_hand_off(clock: Clock) -> None:
     connector, request = connector_over(FakeScheduler()), handed_off(clock.now)
     assert not connector.has_pending_push_work()
