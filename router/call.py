@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from vllm_pd.router.attempt import Attempt
+from vllm_pd.router.client_transfer import ClientTransfer, own_transfer
 from vllm_pd.router.continuable import read_body, wants_ids, why_not
 from vllm_pd.router.decision import PromptKind, Reason
 from vllm_pd.router.demand import BadOverride, Demand, DemandReader
@@ -129,6 +130,9 @@ class CallReader:
             await send_error(reply, e.status, str(e), [("Connection", "close")])
             return None
         ready = time.monotonic()
+        if self._settings.client_transfer_params == ClientTransfer.REFUSE and (problem := own_transfer(body)):
+            await send_error(reply, 400, problem)
+            return None
         if endpoint is None:
             endpoint = _endpoint_of(body)
         fields = read_fields(body) if endpoint.kind is not None else None

@@ -11,6 +11,7 @@ from typing import Any
 from vllm_pd import layered, parsers
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import Resolved, setting
+from vllm_pd.router.client_transfer import ClientTransfer
 from vllm_pd.router.static_probe import StaticWorker
 from vllm_pd.routing import policies
 from vllm_pd.routing.policies import DEFAULT_POLICY, POLICIES
@@ -171,6 +172,14 @@ class RouterSettings:
         flag="--allow-overrides",
         parse=layered.boolean,
         default=True,
+    )
+    client_transfer_params: str = setting(
+        help="requests with a kv_transfer_params of the client's own, which gives access to other requests' KV: "
+        "refuse or pass",
+        env="VLLM_PD_ROUTER_CLIENT_TRANSFER_PARAMS",
+        flag="--client-transfer-params",
+        parse=layered.choice(*ClientTransfer),
+        default=ClientTransfer.REFUSE,
     )
     session_header: str = setting(
         help="header that names a client's session, which then stays on one worker where the policy allows",

@@ -54,7 +54,7 @@ async def test_streamed_answer_of_a_split_request_is_the_decode_workers(pd: PD) 
         ({"prompt": [LONG, LONG]}, "prompt_batch"),
         ({"prompt": list(range(31))}, "short_prompt"),
         ({"prompt": "short"}, "short_prompt"),
-        ({"kv_transfer_params": {"do_remote_decode": True}}, "own_transfer_params"),
+        ({"kv_transfer_params": None}, "own_transfer_params"),
     ],
 )
 async def test_what_cannot_be_split_goes_whole_and_unchanged(pd: PD, extra: dict[str, object], reason: str) -> None:
