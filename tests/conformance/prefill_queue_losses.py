@@ -174,6 +174,13 @@ class PrefillQueueLosses:
         assert await queue.rehome(POOL_ID, A, claims=False) == 0
         assert await queue.ack(POOL_ID, running, b"")
 
+    async def test_what_waits_behind_many_claimed_jobs_of_a_leaving_worker_is_moved(self, harness: Harness) -> None:
+        queue = harness.prefill_queue(dataclasses.replace(LIMITS, length=100))
+        await put(queue, *(job(f"a{n}", worker=A) for n in range(70)))
+        await claims(queue, A, 65)
+        assert await queue.rehome(POOL_ID, A, claims=False) == 5
+        assert names(await claims(queue, B, 5)) == [f"a{n}" for n in range(65, 70)]
+
     async def test_leftovers_of_a_silent_router_are_dropped(self, harness: Harness) -> None:
         limits = dataclasses.replace(LIMITS, silence_ms=200)
         queue = harness.prefill_queue(limits)

@@ -313,18 +313,23 @@ local moved = 0
 if ARGV[18] == '1' then
   moved = give_up_claims(ARGV[16], math.huge, tonumber(ARGV[17]), ARGV[16] .. ' is gone')
 end
-for _, each in ipairs(redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', ARGV[17])) do
+if redis.call('EXISTS', KEYS[1]) == 0 then return moved end
+-- What others have claimed from it stays, and may stand first.
+local claimed = redis.call('XPENDING', KEYS[1], GROUP)[1]
+local entries = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', ARGV[17] + claimed)
+local waiting = 0
+for _, each in ipairs(entries) do
   local entry, f = each[1], each[2]
   local held = redis.call('HMGET', JOB .. f[2], 'entry', 'worker')
   if held[1] ~= entry then
     gone(KEYS[1], entry)
-  elseif not held[2] then
+  elseif not held[2] and waiting < tonumber(ARGV[17]) then
     gone(KEYS[1], entry)
     push(SHARED, f, redis.call('PTTL', JOB .. f[2]))
-    moved = moved + 1
+    waiting = waiting + 1
   end
 end
-return moved
+return moved + waiting
 """
 )
 """Empty the stream of a worker that is gone, but for what others claimed from it, and perhaps give up its claims;
