@@ -120,7 +120,11 @@ class TokenTail:
         at = 0
         while (end := data.find(b"\n\n", at)) >= 0:
             end += 2
-            out.append(self._event(data[at:end]))
+            try:
+                out.append(self._event(data[at:end]))
+            except (ValueError, OverflowError):
+                # Also `msgspec.DecodeError`. vLLM writes none that is not as expected.
+                self.failure = "it sent an event that cannot be read"
             at = end
             if self.failure:
                 break

@@ -123,3 +123,25 @@ def test_a_continuation_has_the_form_of_the_stream(chat: bool, kept: int) -> Non
     assert more.split(b"\n\n") == stream(chat, options, ids=False).split(b"\n\n")[kept + chat :]
     assert list(tail.ids) == list(range(FIRST, FIRST + 20))
     assert tail.finished and tail.done
+
+
+@pytest.mark.parametrize("event", [b"{", b'{"choices":[{"text":1}]}', b'{"choices":[{"text":"\xff"}]}'])
+def test_nonsense_of_the_worker_that_continues_counts_as_its_failure(event: bytes) -> None:
+    body = {"max_tokens": 20, "return_token_ids": True}
+    tail = TokenTail(chat=True)
+    tail.feed(b"".join(Teller().events(body, chat=True, broken=Break(4, "cut"))))
+    tail.resume(4)
+    assert tail.feed(b"data: " + event + b"\n\n") == b""
+    assert "cannot be read" in tail.failure
+    assert len(tail.ids) == 4
+
+
+@pytest.mark.parametrize("ids", [b"null,7", b"7", b"-1"])
+def test_nonsense_in_place_of_ids_counts_as_a_failure(ids: bytes) -> None:
+    given = stream(False, {}, ids=True)
+    second = given.index(b"data:", 10)
+    tail = TokenTail(chat=False)
+    tail.feed(given[:second])
+    event = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null,"token_ids":[' + ids
+    assert tail.feed(event + b"}\n\n" if ids == b"7" else event + b"]}]}\n\n") == b""
+    assert "cannot be read" in tail.failure
