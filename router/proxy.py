@@ -92,6 +92,8 @@ class Proxy:
                 if status is not None:
                     await self._refuse(call, status, outcome)
                     return
+                if outcome.failure:
+                    self._metrics.prefill_fallback.labels(outcome.failure).inc()
             else:
                 self._metrics.bypass[placement.reason].inc()
                 _log.debug("%s goes whole: %s", call.id, placement.reason)
@@ -142,9 +144,7 @@ class Proxy:
             self._planned(call, other)
             placed, record = other.prefill, other.record
         call.prefill_took = time.monotonic() - began
-        if failure:
-            self._metrics.prefill_fallback.labels(failure).inc()
-        else:
+        if not failure:
             self._metrics.prefill_seconds.observe(call.prefill_took)
         return outcome
 

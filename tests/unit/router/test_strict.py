@@ -81,6 +81,8 @@ async def test_strict_router_does_not_have_a_failed_prefill_done_by_the_decode_w
     assert "--require-prefill" in json.loads(answer)["error"]["message"]
     assert decode.posts == []
     assert cluster.inflight() == 0
+    assert cluster.metric("prefill_dispatch_total", way="direct", outcome="status_5xx") == 1
+    assert cluster.metric("prefill_fallback_total", reason="status_5xx") == 0
 
 
 @pytest.mark.parametrize(
