@@ -2,100 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from vllm_pd import layered, parsers
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import Resolved, setting
+from vllm_pd.router import setting_parsers
 from vllm_pd.router.client_transfer import ClientTransfer
 from vllm_pd.router.static_probe import StaticWorker
 from vllm_pd.routing import policies
 from vllm_pd.routing.policies import DEFAULT_POLICY, POLICIES
 from vllm_pd.routing.split_rule import Disagg, SplitRule, split_rule
-from vllm_pd.state.base import Role
 
 MIB = 1 << 20
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]{1,64}")
-
-AUTO = "auto"
 
 _seconds = layered.number(0, exclusive=True, high=86400)
-
-
-def _tokens_or_auto(raw: Any) -> int | str:
-    if raw == AUTO:
-        return AUTO
-    try:
-        return layered.integer(0)(raw)
-    except ValueError as e:
-        raise ValueError(f"{e}, or auto") from None
-
-
-def _key(raw: Any) -> str:
-    key = layered.text(raw)
-    if not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError("must be printable ASCII without spaces")
-    return key
-
-
-def _static_worker(raw: Any) -> StaticWorker:
-    url, _, role = layered.text(raw).rpartition("=")
-    if "@" in url:
-        # The URL names the worker in metrics and on the ready page.
-        raise ValueError(f"must not hold a user or password, got {layered.redact(url)!r}; use --worker-api-key")
-    try:
-        url = parsers.base_url(url)
-    except ValueError:
-        raise ValueError(f"must be URL=role, for example http://10.0.0.5:8000=decode, got {raw!r}") from None
-    return StaticWorker(url, Role(layered.choice(*Role)(role)))
-
-
-def _static_workers(raw: Any) -> tuple[StaticWorker, ...]:
-    """A list of `URL=role`, a text of them separated by commas or spaces, or a mapping of URL to role."""
-    if isinstance(raw, Mapping):
-        items: list[Any] = [f"{url}={role}" for url, role in raw.items()]
-    elif isinstance(raw, str):
-        items = raw.replace(",", " ").split()
-    elif isinstance(raw, list | tuple):
-        items = list(raw)
-    else:
-        raise ValueError(f"must be a list of URL=role, got {raw!r}")
-    workers = tuple(_static_worker(item) for item in items)
-    if len({worker.id for worker in workers}) != len(workers):
-        raise ValueError("names one host and port twice; keep one role for each")
-    return workers
-
-
-def _weights(raw: Any) -> tuple[tuple[str, float], ...]:
-    """A list of `NAME=VALUE`, a text of them separated by commas or spaces, or a mapping of name to value."""
-    if isinstance(raw, Mapping):
-        items: list[tuple[str, Any]] = [(str(name), value) for name, value in raw.items()]
-    else:
-        texts = raw.replace(",", " ").split() if isinstance(raw, str) else list(raw)
-        items = [(str(name), value) for name, _, value in (layered.text(item).partition("=") for item in texts)]
-    parse = layered.number(0, high=1e6)
-    try:
-        return tuple((name, parse(value)) for name, value in items)
-    except ValueError:
-        raise ValueError(f"must be NAME=VALUE with values of at least 0, got {raw!r}") from None
-
-
-def _header_name(raw: Any) -> str:
-    name = layered.text(raw).lower()
-    if not _HEADER_NAME.fullmatch(name):
-        raise ValueError(f"must be the name of a header, got {raw!r}")
-    return name
-
-
-def _existing_path(raw: Any) -> str:
-    path = layered.text(raw)
-    if not Path(path).exists():
-        raise ValueError(f"must be a file or folder that exists, got {path!r}")
-    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +57,7 @@ class RouterSettings:
         help="a worker known without a store, as URL=prefill, URL=decode or URL=both; repeat for more",
         env="VLLM_PD_ROUTER_WORKERS",
         flag="--worker",
-        parse=_static_workers,
+        parse=setting_parsers.static_workers,
         default=(),
     )
     policy: str = setting(
@@ -148,7 +71,7 @@ class RouterSettings:
         help="a weight of the policy, as NAME=VALUE; repeat for more",
         env="VLLM_PD_ROUTER_WEIGHTS",
         flag="--weight",
-        parse=_weights,
+        parse=setting_parsers.numbers_by_name,
         default=(),
     )
     temperature: float = setting(
@@ -185,7 +108,7 @@ class RouterSettings:
         help="header that names a client's session, which then stays on one worker where the policy allows",
         env="VLLM_PD_ROUTER_SESSION_HEADER",
         flag="--session-header",
-        parse=_header_name,
+        parse=setting_parsers.header_name,
         default="x-vllm-pd-session",
     )
     session_ttl: float = setting(
@@ -213,7 +136,7 @@ class RouterSettings:
         help="folder or tokenizer.json of the model, instead of the one that its workers publish",
         env="VLLM_PD_ROUTER_TOKENIZER",
         flag="--tokenizer",
-        parse=_existing_path,
+        parse=setting_parsers.existing_path,
         default="",
     )
     disagg: str = setting(
@@ -227,7 +150,7 @@ class RouterSettings:
         help="a parameter of that rule, as NAME=VALUE; repeat for more",
         env="VLLM_PD_ROUTER_DISAGG_OPTIONS",
         flag="--disagg-option",
-        parse=_weights,
+        parse=setting_parsers.numbers_by_name,
         default=(),
     )
     max_local_prefill_tokens: int | str = setting(
@@ -235,8 +158,8 @@ class RouterSettings:
         "of --disagg finds out",
         env="VLLM_PD_ROUTER_MAX_LOCAL_PREFILL_TOKENS",
         flag="--max-local-prefill-tokens",
-        parse=_tokens_or_auto,
-        default=AUTO,
+        parse=setting_parsers.tokens_or_auto,
+        default=setting_parsers.AUTO,
     )
     require_prefill: bool = setting(
         help="strict: refuse requests while no worker prefills for others, and those whose prefill fails, rather than "
@@ -250,7 +173,7 @@ class RouterSettings:
         help="key that the workers ask for (their --api-key); better set by its environment variable",
         env="VLLM_PD_WORKER_API_KEY",
         flag="--worker-api-key",
-        parse=_key,
+        parse=setting_parsers.key,
         default="",
         secret=True,
     )
@@ -258,7 +181,7 @@ class RouterSettings:
         help="key that clients must send as a bearer token; better set by its environment variable",
         env="VLLM_PD_ROUTER_API_KEY",
         flag="--api-key",
-        parse=_key,
+        parse=setting_parsers.key,
         default="",
         secret=True,
     )
