@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from vllm_pd import layered, serve_flags
 from vllm_pd.errors import SettingsError
 from vllm_pd.settings import WorkerSettings
 from vllm_pd.state.base import PoolId, WorkerState
+from vllm_pd.state.open_registry import open_registry
 
+# A command may wait longer than a router: a person watches it.
+_TIMEOUT_S = 5.0
 _POOL_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class _Client(Protocol):
+    """Of the store."""
+
+    async def close(self) -> None: ...
+
+
+_Opened = TypeVar("_Opened", bound=_Client)
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +73,44 @@ def add_pool_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def pools_of(workers: Sequence[WorkerState], only: PoolId | None) -> list[Pool]:
+def for_each_pool(
+    args: argparse.Namespace, opened: Callable[..., _Opened], call: Callable[[_Opened, Pool], Awaitable[_Found]]
+) -> list[tuple[Pool, _Found]]:
+    """The result of a call for each pool that the command is about; where there is none, stderr says so.
+
+    Args:
+        args: has the flags of `add_store_flags` and `add_pool_flag`.
+        opened: a function of `state.open_registry`; what it makes goes into the call.
+
+    Raises:
+        SettingsError: see `store_settings`.
+        StoreError: the store did not answer.
+    """
+    settings = store_settings(args)
+
+    async def run() -> list[tuple[Pool, _Found]]:
+        registry = open_registry(settings.store, settings.namespace, timeout_s=_TIMEOUT_S)
+        client = opened(settings.store, settings.namespace, timeout_s=_TIMEOUT_S)
+        try:
+            pools = _pools_of((await registry.snapshot()).workers, args.pool)
+            return [(pool, await call(client, pool)) for pool in pools]
+        finally:
+            await registry.close()
+            await client.close()
+
+    found = asyncio.run(run())
+    if not found:
+        where = f"namespace {settings.namespace!r}"
+        print(f"No worker is registered in {where}; a pool without one can be named with --pool.", file=sys.stderr)
+    return found
+
+
+def _pools_of(workers: Sequence[WorkerState], only: PoolId | None) -> list[Pool]:
     """The pools of the live workers, or only the one, which may have none."""
     by_pool: dict[PoolId, list[WorkerState]] = {only: []} if only is not None else {}
     for worker in workers:
         by_pool.setdefault(worker.record.pool.id, []).append(worker)
     return [Pool(id, tuple(members)) for id, members in sorted(by_pool.items()) if only in (None, id)]
-
-
-def nobody(settings: WorkerSettings) -> str:
-    """What to tell whoever asks about pools where there is none."""
-    return f"No worker is registered in namespace {settings.namespace!r}; a pool without one can be named with --pool."
 
 
 def _pool_id(text: str) -> PoolId:

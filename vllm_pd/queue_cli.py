@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from vllm_pd.console import Pool, add_pool_flag, add_store_flags, nobody, pools_of, print_table, store_settings
+from vllm_pd.console import Pool, add_pool_flag, add_store_flags, for_each_pool, print_table
 from vllm_pd.state.base import WorkerId
-from vllm_pd.state.open_registry import open_prefill_queue, open_registry
+from vllm_pd.state.open_registry import open_prefill_queue
 from vllm_pd.state.prefill_payload import decode_request
 from vllm_pd.state.prefill_queue import DeadJob, JobId, JobInfo, PrefillQueue, QueueDepth
 
@@ -24,12 +23,8 @@ _EXAMPLES = """examples:
   vllm-pd queue dead                           jobs that failed on every worker that tried, and why
 
 exit code: 0 fine, 1 no store, no worker or no such job, 2 a wrong setting"""
-# A command may wait longer than a router: a person watches it.
-_TIMEOUT_S = 5.0
 _SHARED = "(shared)"
 _CANCELLED = "cancelled with vllm-pd queue cancel"
-
-_Found = TypeVar("_Found")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,7 +63,7 @@ def _ls(args: argparse.Namespace) -> int:
         owners = sorted(workers.union(await queue.streams(pool.id)))
         return dict(await queue.depth(pool.id, owners)), await queue.jobs(pool.id, args.limit)
 
-    found = _for_each_pool(args, look)
+    found = for_each_pool(args, open_prefill_queue, look)
     if args.json:
         print(json.dumps([_ls_json(pool, depths, jobs) for pool, (depths, jobs) in found]))
         return 0 if found else 1
@@ -109,7 +104,9 @@ def _ls(args: argparse.Namespace) -> int:
 def _peek(args: argparse.Namespace) -> int:
     found = [
         (pool, *peeked)
-        for pool, peeked in _for_each_pool(args, lambda queue, pool: queue.peek(pool.id, JobId(args.job)))
+        for pool, peeked in for_each_pool(
+            args, open_prefill_queue, lambda queue, pool: queue.peek(pool.id, JobId(args.job))
+        )
         if peeked is not None
     ]
     if not found:
@@ -131,7 +128,9 @@ def _cancel(args: argparse.Namespace) -> int:
             return None
         return peeked[0].claimant
 
-    found = [(pool, claimant) for pool, claimant in _for_each_pool(args, cancel) if claimant is not None]
+    found = [
+        (pool, claimant) for pool, claimant in for_each_pool(args, open_prefill_queue, cancel) if claimant is not None
+    ]
     if not found:
         return _no_such_job(args.job)
     pool, claimant = found[0]
@@ -146,7 +145,7 @@ def _dead(args: argparse.Namespace) -> int:
     async def dead(queue: PrefillQueue, pool: Pool) -> Sequence[DeadJob]:
         return await queue.dead(pool.id, args.limit)
 
-    found = _for_each_pool(args, dead)
+    found = for_each_pool(args, open_prefill_queue, dead)
     jobs = [(pool, job) for pool, jobs in found for job in jobs]
     if args.json:
         print(json.dumps([{"pool": pool.id, **dataclasses.asdict(job)} for pool, job in jobs]))
@@ -156,28 +155,6 @@ def _dead(args: argparse.Namespace) -> int:
             [(job.id, pool.id, str(job.tokens), str(job.attempts), job.error) for pool, job in jobs],
         )
     return 0 if found else 1
-
-
-def _for_each_pool(
-    args: argparse.Namespace, call: Callable[[PrefillQueue, Pool], Awaitable[_Found]]
-) -> list[tuple[Pool, _Found]]:
-    """The result of a call for each pool that the command is about."""
-    settings = store_settings(args)
-
-    async def run() -> list[tuple[Pool, _Found]]:
-        registry = open_registry(settings.store, settings.namespace, timeout_s=_TIMEOUT_S)
-        queue = open_prefill_queue(settings.store, settings.namespace, timeout_s=_TIMEOUT_S)
-        try:
-            pools = pools_of((await registry.snapshot()).workers, args.pool)
-            return [(pool, await call(queue, pool)) for pool in pools]
-        finally:
-            await registry.close()
-            await queue.close()
-
-    found = asyncio.run(run())
-    if not found:
-        print(nobody(settings), file=sys.stderr)
-    return found
 
 
 def _no_such_job(job: str) -> int:

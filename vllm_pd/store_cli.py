@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm_pd.console import Pool, add_pool_flag, add_store_flags, nobody, pools_of, print_table, store_settings
+from vllm_pd.console import Pool, add_pool_flag, add_store_flags, for_each_pool, print_table
 from vllm_pd.errors import SettingsError
-from vllm_pd.state.block_index import BlockIndex, IndexStats, Tier
+from vllm_pd.state.block_index import IndexStats, Tier
 from vllm_pd.state.index_check import CacheCheck, Verdict, check_pool
-from vllm_pd.state.open_registry import open_block_index, open_registry
+from vllm_pd.state.open_registry import open_block_index
 
 _EXAMPLES = """examples:
   vllm-pd store stats --store redis://host:6379    which worker holds how many blocks on which tier, and what it costs
@@ -21,8 +19,6 @@ _EXAMPLES = """examples:
   vllm-pd store clear --yes                        forget all blocks; the workers announce theirs again within seconds
 
 exit code: 0 fine, 1 no store, no worker, or the index is not right, 2 a wrong setting"""
-# A command may wait longer than a router: a person watches it.
-_TIMEOUT_S = 5.0
 _TIERS = (Tier.GPU, Tier.CPU, Tier.SSD)
 
 
@@ -51,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _stats(args: argparse.Namespace) -> int:
-    found = _for_each_pool(args, lambda index, pool: index.stats(pool.id))
+    found = for_each_pool(args, open_block_index, lambda index, pool: index.stats(pool.id))
     if args.json:
         print(json.dumps([_stats_json(pool, stats) for pool, stats in found]))
         return 0 if found else 1
@@ -82,7 +78,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    found = _for_each_pool(args, lambda index, pool: check_pool(index, pool.id, pool.workers))
+    found = for_each_pool(args, open_block_index, lambda index, pool: check_pool(index, pool.id, pool.workers))
     checks = [(pool, check) for pool, checks in found for check in checks]
     right = bool(checks) and all(check.verdict in (Verdict.EQUAL, Verdict.ORPHAN) for _, check in checks)
     if args.json:
@@ -116,32 +112,10 @@ def _check(args: argparse.Namespace) -> int:
 def _clear(args: argparse.Namespace) -> int:
     if not args.yes:
         raise SettingsError("Clearing makes routers forget who holds what for some seconds; add --yes to do it.")
-    found = _for_each_pool(args, lambda index, pool: index.clear(pool.id))
+    found = for_each_pool(args, open_block_index, lambda index, pool: index.clear(pool.id))
     for pool, keys in found:
         print(f"pool {pool.id} {pool.model}: removed {keys} keys")
     return 0 if found else 1
-
-
-def _for_each_pool(
-    args: argparse.Namespace, call: Callable[[BlockIndex, Pool], Awaitable[Any]]
-) -> list[tuple[Pool, Any]]:
-    """The result of a call for each pool that the command is about."""
-    settings = store_settings(args)
-
-    async def run() -> list[tuple[Pool, Any]]:
-        registry = open_registry(settings.store, settings.namespace, timeout_s=_TIMEOUT_S)
-        index = open_block_index(settings.store, settings.namespace, timeout_s=_TIMEOUT_S)
-        try:
-            pools = pools_of((await registry.snapshot()).workers, args.pool)
-            return [(pool, await call(index, pool)) for pool in pools]
-        finally:
-            await registry.close()
-            await index.close()
-
-    found = asyncio.run(run())
-    if not found:
-        print(nobody(settings), file=sys.stderr)
-    return found
 
 
 def _stats_json(pool: Pool, stats: IndexStats) -> dict[str, Any]:
