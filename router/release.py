@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -44,7 +44,7 @@ class Hold:
     """As `legs.prefill_body` wrote it into the prefill leg; from `holds.new_key`."""
     rank: int | None = None
     """Engine of a data-parallel worker; None: any of them."""
-    authorization: str = ""
+    authorization: str = field(default="", repr=False)
     """The client's `Authorization`, for workers that check it themselves."""
 
 
@@ -53,7 +53,7 @@ class _Engine:
     url: str
     model: str
     rank: int | None
-    authorization: str
+    authorization: str = field(repr=False)
 
 
 class Releases:

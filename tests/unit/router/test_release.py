@@ -147,3 +147,8 @@ def test_keys_cannot_be_guessed() -> None:
     keys = {new_key() for _ in range(1000)}
     assert len(keys) == 1000
     assert all(len(key) == 32 for key in keys)
+
+
+def test_a_clients_key_is_in_no_text(worker: FakeWorker) -> None:
+    shown = hold(worker, new_key(), authorization="Bearer secret")
+    assert "secret" not in repr(shown)
