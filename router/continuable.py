@@ -154,7 +154,12 @@ def why_not(body: Mapping[str, Raw] | None, kind: PromptKind) -> str:
         neutral = _NEUTRAL.get(name)
         if neutral is None:
             return UNKNOWN_FIELD
-        if not neutral(msgspec.json.decode(raw)):
+        try:
+            is_neutral = neutral(msgspec.json.decode(raw))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            # `read_body` does not look into values.
+            return UNREADABLE
+        if not is_neutral:
             return name
     if kind is PromptKind.CHAT:
         return _why_not_messages(body.get("messages"))

@@ -108,6 +108,12 @@ def test_what_cannot_be_read_is_not_continued(body: bytes) -> None:
     assert why_not(read_body(body), CHAT)
 
 
+@pytest.mark.parametrize("value", [b'"\xff"', b"1e999", b'{"type":"\xc3"}'])
+def test_a_value_that_only_a_worker_can_judge_is_not_continued(value: bytes) -> None:
+    body = b'{"messages":[{"content":"a"}],"frequency_penalty":%b,"stream":true}' % value
+    assert why_not(read_body(body), CHAT) == continuable.UNREADABLE
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "limit"),
     [
