@@ -4,6 +4,7 @@
   the retry budget of all requests (vLLM sends the head of a stream before it computes anything, so the head is held
   back until then). Transfer parameters go along only if the first worker cannot have used them: it reads them once.
 - A worker that gives no sign of life meanwhile: the health watch ends the leg, and another worker gets the request.
+  So it does with a leg that reads KV from such a worker; the same one may get the request again, to compute all of it.
 - It fails later: the client's stream is continued elsewhere or ends with an error event (`continuation`), or is cut
   where no event can be sent.
 Every retry chooses again, without the workers that failed.
@@ -20,6 +21,7 @@ from http import HTTPStatus
 from vllm_pd.router.attempt import Attempt
 from vllm_pd.router.call import Call, nothing_decodes
 from vllm_pd.router.directory import Directory
+from vllm_pd.router.health import SOURCE_DOWN
 from vllm_pd.router.leg_request import decode_request, names_rank
 from vllm_pd.router.metrics import RouterMetrics, status_name
 from vllm_pd.router.placement import Placement, Placer
@@ -31,6 +33,7 @@ from vllm_pd.router.transport import (
     ConnectFailed,
     FirstByteTimeout,
     RouterStopping,
+    SourceDown,
     StreamStalled,
     Upstream,
     UpstreamError,
@@ -150,12 +153,20 @@ class DecodeLeg:
         leg = self._legs.begin(
             worker, attempt.placed.engine.holder.rank, partial(self._has_other, call, worker, attempts_left)
         )
+        if attempt.remote and call.prefilled_on is not None:
+            source = self._directory.get(call.prefilled_on)
+            if source is not None:
+                self._legs.begin_read(leg, source, partial(self._may_compute, attempts_left))
         answer: UpstreamResponse | None = None
         tokens = 0
         try:
             deadline = leg.sent + self._settings.first_byte_timeout
             answer = await self._open_decode(attempt, call, leg)
             first = await answer.next_chunk(max(0.001, deadline - time.monotonic()))
+            if isinstance(leg.wait.error, SourceDown):
+                # Given up just as it began: its connection is closed.
+                raise leg.wait.error
+            self._legs.end_read(leg)
             status = status_of(answer, first)
             self._directory.note_answer(worker, status, answer.headers)
             call.tried.add(worker.id)
@@ -196,6 +207,14 @@ class DecodeLeg:
             return _Failure(504, problem, "timeout", final=True)
         # It may have read the blocks; they are freed then, and a second read would find other requests' KV.
         call.params = None
+        if isinstance(error, SourceDown):
+            if self._has_other(call, worker, 1):
+                call.tried.add(worker.id)
+            problem = (
+                f"Worker {worker.id} could not read the prompt's KV (worker {error}); check that process, and send the "
+                "request again."
+            )
+            return _Failure(504, problem, SOURCE_DOWN, paid=True)
         if isinstance(error, WorkerDown):
             call.tried.add(worker.id)
             problem = f"Worker {worker.id} was given up before its first byte: {error}; check that process."
@@ -279,6 +298,10 @@ class DecodeLeg:
             other.role.decodes and other is not worker and not other.is_broken and other.id not in call.tried
             for other in self._workers(call)
         )
+
+    def _may_compute(self, attempts_left: int) -> bool:
+        """Whether a prompt that is being read may be computed instead. If so, that is taken from the retry budget."""
+        return attempts_left > 0 and self._budget.take()
 
     def _can_continue(self, call: Call, worker: Worker) -> bool:
         """Whether another worker could go on with the stream that `worker` has begun."""

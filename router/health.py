@@ -8,6 +8,8 @@
   connection that looks well on this side only; where the other host is gone, TCP's keep-alive finds that out.
 Legs on such workers are ended with `WorkerDown` as soon as another worker can take them. Others wait, as the worker may
 come back, for `--down-timeout` at most.
+- A leg on another worker that reads KV from a stopped process, and has no first byte, is ended with `SourceDown` and
+  computed anew, on the same worker if need be: such a read cannot be ended and lasts as long as the process is stopped.
 - A worker whose breaker is open is asked for `/health` until it answers (`router.breaker`).
 """
 
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_pd.background import end_tasks
-from vllm_pd.router.breaker import Circuit, Trouble
+from vllm_pd.router.breaker import Breaker, Circuit, Trouble
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.headers import to_worker
 from vllm_pd.router.metrics import RouterMetrics
@@ -29,6 +31,7 @@ from vllm_pd.router.signs_of_life import LegView, lost_legs, missing, silence, s
 from vllm_pd.router.transport import (
     ConnectFailed,
     ConnectTimeout,
+    SourceDown,
     Upstream,
     UpstreamError,
     WorkerDown,
@@ -45,6 +48,8 @@ LATE_S = 1.0
 """If this task comes so much too late, this process was stopped or overloaded: nothing that it missed is held against a
 worker."""
 MAX_ANSWER = 64 * 1024
+SOURCE_DOWN = "source_down"
+"""As a metric's label."""
 
 _log = logging.getLogger(__name__)
 
@@ -175,11 +180,21 @@ class HealthWatch:
         hopeless = now - breaker.since >= self._patience
         for leg in legs:
             since = leg.wait.since
+            if leg.reads:
+                self._move_reader(leg, breaker)
+                continue
             # Engines of other ranks may compute.
             if not since or (breaker.trouble is Trouble.STUCK and now - since < self._timeout):
                 continue
             if (hopeless and now - since >= self._timeout) or leg.movable():
                 self._end(leg, breaker.trouble.name.lower(), f"it {breaker.trouble}: {breaker.cause}")
+
+    def _move_reader(self, leg: Leg, breaker: Breaker) -> None:
+        """End a leg that waits for KV of a stopped process. Behind a stuck engine the memory can still be read."""
+        waits = leg.wait.since and leg.wait.error is None
+        if waits and breaker.trouble is Trouble.DOWN and leg.movable():
+            self._metrics.legs_ended.labels(SOURCE_DOWN).inc()
+            leg.wait.end(SourceDown(f"{leg.worker.id} {breaker.trouble}: {breaker.cause}"))
 
     def _end(self, leg: Leg, reason: str, cause: str) -> None:
         if leg.wait.error is None:

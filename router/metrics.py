@@ -123,7 +123,8 @@ class RouterMetrics:
         ).labels()
         self.legs_ended = Counter(
             f"{_PREFIX}_legs_ended_total",
-            "Requests taken from a worker that gives no sign of life (down), computes nothing (stuck) or lost them.",
+            "Requests taken from a worker that gives no sign of life (down), computes nothing (stuck), lost them, or "
+            "reads from a prefill worker that gives no sign of life (source_down).",
             ["reason"],
             registry=self.registry,
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from vllm_pd.router.breaker import Circuit, Trouble
 from vllm_pd.router.directory import Directory
-from vllm_pd.router.watched_legs import Leg, Legs, always
+from vllm_pd.router.watched_legs import NO_ENGINE, Leg, Legs, always
 from vllm_pd.state.base import WorkerId
 from vllm_pd.state.prefill_queue import JobId, JobInfo
 
@@ -18,8 +18,6 @@ SUSPECT_S = 1.0
 """A result that has not come after so long: time to know who has the job."""
 REFUSES_S = 1.0
 """Longer than the news takes that a worker has withdrawn."""
-_NO_ENGINE = -1
-"""Which engine computes is not known, and its own worker sees whether it gets on: only the process is watched."""
 
 
 class Claimants:
@@ -46,7 +44,8 @@ class Claimants:
         for job, worker in held.items():
             known = self._directory.get(worker)
             if known is not None and job not in self._watched:
-                leg = self._watched[job] = self._legs.begin(known, _NO_ENGINE, always)
+                # Which engine computes is not known, and its own worker sees whether it gets on.
+                leg = self._watched[job] = self._legs.begin(known, NO_ENGINE, always)
                 leg.wait.since = leg.sent
         lost = {job: leg.worker.id for job, leg in self._watched.items() if self._is_lost(leg, now)}
         for job in lost:

@@ -63,6 +63,10 @@ class WorkerDown(StreamLost):
     """
 
 
+class SourceDown(StreamLost):
+    """The worker that holds the KV which the leg reads was found to give no sign of life."""
+
+
 class RouterStopping(StreamLost):
     """This router is being stopped and the grace time is over."""
 

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from vllm_pd.router.transport import UpstreamError, Wait
 from vllm_pd.router.worker import Worker
 
+NO_ENGINE = -1
+"""Rank of a leg for which only the process of its worker is watched."""
+
 
 def never() -> bool:
     """For a leg that nobody else can take."""
@@ -22,13 +25,15 @@ class Leg:
     """One leg of a request on a worker, from before it is sent until its answer has ended.
 
     Attributes:
-        wait: goes to `Upstream.open`; the watch ends it with `WorkerDown`.
+        wait: goes to `Upstream.open`; the watch ends it with `WorkerDown` or `SourceDown`.
         movable: asked when the worker is found down: whether another worker can take the request now. A leg that
             cannot be moved gets a longer time, as its worker may come back.
+        reads: it is the part of another leg that reads KV from this worker, which knows nothing of it. That may be over
+            without anybody saying so, so it ends only if it is movable.
         begun: the engine has computed something for it: the first byte of its answer's body has come.
     """
 
-    __slots__ = ("begun", "movable", "rank", "sent", "wait", "worker")
+    __slots__ = ("begun", "movable", "rank", "reads", "sent", "source", "wait", "worker")
 
     def __init__(self, worker: Worker, rank: int, sent: float, movable: Callable[[], bool]) -> None:
         self.worker = worker
@@ -37,6 +42,9 @@ class Leg:
         self.sent = sent
         """Seconds of the running loop's clock."""
         self.movable = movable
+        self.reads = False
+        self.source: Leg | None = None
+        """The leg on the worker that this one reads from."""
         self.begun = False
         self.wait = Wait()
 
@@ -61,8 +69,25 @@ class Legs:
         self._legs.setdefault(worker, set()).add(leg)
         return leg
 
+    def begin_read(self, leg: Leg, source: Worker, movable: Callable[[], bool]) -> None:
+        """`leg` is about to read KV from `source`. Until `end_read`, or its end, it fails if `source` is found down.
+
+        Args:
+            movable: asked then: whether the request can be computed anew.
+        """
+        read = leg.source = Leg(source, NO_ENGINE, leg.sent, movable)
+        read.reads, read.wait = True, leg.wait
+        self._legs.setdefault(source, set()).add(read)
+
+    def end_read(self, leg: Leg) -> None:
+        """What `leg` reads has come. Idempotent."""
+        read, leg.source = leg.source, None
+        if read is not None:
+            self.end(read)
+
     def end(self, leg: Leg) -> None:
         """It has ended, in whatever way. Idempotent."""
+        self.end_read(leg)
         legs = self._legs.get(leg.worker)
         if legs is not None:
             legs.discard(leg)
