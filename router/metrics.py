@@ -249,5 +249,8 @@ class RouterMetrics:
 
 
 def status_name(status: int) -> str:
-    """`4xx`-style class of a status with 429 apart: it is the worker's back-pressure, not the client's mistake."""
-    return "status_429" if status == HTTPStatus.TOO_MANY_REQUESTS else f"status_{status // 100}xx"
+    """`4xx`-style class of a status with 429 and 503 apart: these are the worker's back-pressure, and neither the
+    client's mistake nor a failure."""
+    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        return f"status_{status:d}"
+    return f"status_{status // 100}xx"

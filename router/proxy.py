@@ -26,7 +26,7 @@ from vllm_pd.router.release import Releases
 from vllm_pd.router.replies import send_error
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import ClientReply, ClientRequest
-from vllm_pd.routing.queue_rule import Failure, refusal
+from vllm_pd.routing.queue_rule import BACK_PRESSURE, ELSEWHERE, Failure, refusal
 from vllm_pd.routing.record import DecisionRecord
 
 MAX_PREFILL_ATTEMPTS = 2
@@ -133,7 +133,7 @@ class Proxy:
                 call.params, call.prefilled_on, call.prefilled_pool = outcome.params, outcome.worker, outcome.pool
                 break
             _log.debug("%s prefill on %s failed: %s", call.id, placed.worker.id, failure)
-            if failure not in (Failure.CONNECT, Failure.DOWN, Failure.NO_WORKER):
+            if failure not in ELSEWHERE:
                 break
             call.tried.add(placed.worker.id)
             other = self._placer.place(call.demand, call.workers, split=True, exclude=call.tried)
@@ -161,6 +161,9 @@ def _why_refused(outcome: PrefillOutcome, settings: RouterSettings) -> str:
         Failure.CONNECT: "The prefill workers take no connections; check that they are running",
         Failure.DOWN: "The prefill workers give no sign of life; check those processes",
     }
+    sentences |= dict.fromkeys(
+        BACK_PRESSURE, "The prefill workers are too busy; add prefill workers, or come again later"
+    )
     cause = f"{outcome.failure}: {outcome.detail}" if outcome.detail else outcome.failure
     unforeseen = f"The prompt could not be computed by a prefill worker ({cause}); see the workers' logs"
     why = sentences.get(outcome.failure, unforeseen)

@@ -34,9 +34,10 @@ class Failure(StrEnum):
     NO_WORKER = "no_worker"
 
 
-_UNAVAILABLE = frozenset(
-    {Failure.QUEUE_FULL, Failure.UNCLAIMED, Failure.NO_WORKER, Failure.CONNECT, Failure.DOWN, "status_429"}
-)
+BACK_PRESSURE = frozenset({"status_429", "status_503"})
+ELSEWHERE = frozenset({Failure.NO_WORKER, Failure.CONNECT, Failure.DOWN, *BACK_PRESSURE})
+"""Failures of one worker after which another one is asked."""
+_UNAVAILABLE = frozenset({Failure.QUEUE_FULL, Failure.UNCLAIMED, *ELSEWHERE})
 _CLIENTS_OWN = frozenset({Failure.UNREADABLE, "status_4xx"})
 
 

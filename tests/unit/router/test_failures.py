@@ -33,6 +33,7 @@ async def no_params(_: web.Request, __: Seen) -> web.StreamResponse:
     [
         (status(400), "status_4xx"),
         (status(429), "status_429"),
+        (status(503), "status_503"),
         (status(500), "status_5xx"),
         (nonsense, "no_params"),
         (no_params, "no_params"),
@@ -82,6 +83,23 @@ async def test_prefill_worker_that_refuses_is_replaced_by_another(
     assert all("kv_transfer_params" in seen.json for seen in decode.posts)
 
 
+@pytest.mark.parametrize("code", [429, 503])
+async def test_prefill_worker_that_is_too_busy_has_its_prompt_done_by_another(
+    start_cluster: StartCluster, start_worker: StartWorker, code: int
+) -> None:
+    cluster = await start_cluster()
+    prefills, decode = [await start_worker(), await start_worker()], await start_worker()
+    for prefill in prefills:
+        await cluster.join(prefill, Role.PREFILL)
+        prefill.hook = status(code)
+    await cluster.join(decode, Role.DECODE)
+    assert (await cluster.post("/v1/completions", BODY))[0] == 200
+    assert [len(prefill.posts) for prefill in prefills] == [1, 1]
+    assert decode.posts[0].raw == BODY
+    assert cluster.metric("prefill_fallback_total", reason=f"status_{code}") == 1
+    assert cluster.inflight() == 0
+
+
 async def test_only_prefill_worker_refusing_sends_requests_whole(pd: PD) -> None:
     await pd.prefill.stop()
     for _ in range(3):
@@ -107,7 +125,7 @@ async def test_busy_decode_worker_is_replaced(start_cluster: StartCluster, start
     first.hook = status(503)
     assert (await cluster.post("/v1/completions", BODY))[0] == 200
     assert len(prefill.posts) == len(first.posts) == len(second.posts) == 1
-    assert cluster.metric("decode_retry_total", reason="status_5xx") == 1
+    assert cluster.metric("decode_retry_total", reason="status_503") == 1
 
 
 @pytest.mark.parametrize("hook", [cut, status(502), status(503), status(429)])

@@ -85,6 +85,22 @@ async def test_strict_router_does_not_have_a_failed_prefill_done_by_the_decode_w
     assert cluster.metric("prefill_fallback_total", reason="status_5xx") == 0
 
 
+@pytest.mark.parametrize("code", [429, 503])
+async def test_strict_router_says_when_to_come_again_if_prefill_workers_are_too_busy(
+    start_cluster: StartCluster, start_worker: StartWorker, code: int
+) -> None:
+    cluster = await start_cluster(require_prefill=True)
+    prefill, decode = await start_worker(), await start_worker()
+    await cluster.join(prefill, Role.PREFILL)
+    await cluster.join(decode, Role.DECODE)
+    prefill.hook = status(code)
+    async with cluster.client.post(cluster.url + PATH, json=BODY) as answer:
+        assert answer.status == 503
+        assert answer.headers["Retry-After"] == "1"
+        assert "too busy" in (await answer.json())["error"]["message"]
+    assert decode.posts == []
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -16,7 +16,7 @@ from vllm_pd.routing.queue_rule import (
 )
 
 
-@pytest.mark.parametrize("failure", [*Failure, "status_4xx", "status_429", "status_5xx"])
+@pytest.mark.parametrize("failure", [*Failure, "status_4xx", "status_429", "status_503", "status_5xx"])
 def test_decode_workers_stand_in_for_every_failure(failure: str) -> None:
     assert refusal(failure, strict=False) is None
 
@@ -29,6 +29,7 @@ def test_decode_workers_stand_in_for_every_failure(failure: str) -> None:
         (Failure.NO_WORKER, 503),
         (Failure.CONNECT, 503),
         ("status_429", 503),
+        ("status_503", 503),
         (Failure.TIMEOUT, 504),
         (Failure.DISCONNECT, 502),
         (Failure.DEAD_LETTER, 502),
