@@ -22,6 +22,11 @@ def names_rank(call: Call) -> bool:
     return header(call.request.headers, RANK_HEADER.lower()) is not None
 
 
+def own_authorization(settings: RouterSettings, call: Call) -> str:
+    """The client's `Authorization` where workers check it themselves, else empty."""
+    return "" if settings.worker_api_key else header(call.request.headers, "authorization") or ""
+
+
 def leg_headers(settings: RouterSettings, call: Call, placed: Placed, request_id: str | None) -> Headers:
     """The client's headers as the worker gets them, with the rank of the chosen engine."""
     headers = to_worker(call.request.headers, worker_key=settings.worker_api_key, request_id=request_id)

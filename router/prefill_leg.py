@@ -15,7 +15,7 @@ from vllm_pd.router.attempt import Placed
 from vllm_pd.router.call import Call
 from vllm_pd.router.decode_leg import computed
 from vllm_pd.router.directory import Directory
-from vllm_pd.router.leg_request import RANK_HEADER, leg_headers, with_turn
+from vllm_pd.router.leg_request import RANK_HEADER, leg_headers, own_authorization, with_turn
 from vllm_pd.router.legs import prefill_body, transfer_params
 from vllm_pd.router.metrics import status_name
 from vllm_pd.router.placement import Placer
@@ -24,7 +24,6 @@ from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import (
     ConnectFailed,
     FirstByteTimeout,
-    Headers,
     RouterStopping,
     Upstream,
     UpstreamError,
@@ -117,7 +116,9 @@ class DirectPrefill:
         headers = leg_headers(self._settings, call, placed, f"{call.id}-prefill")
         headers = [pair for pair in headers if pair[0].lower() != "accept-encoding"]
         deadline = self._settings.prefill_timeout
-        hold = self._hold(worker, key, headers)
+        rank = header(headers, RANK_HEADER.lower()) or ""
+        own = own_authorization(self._settings, call)
+        hold = Hold(worker.record, key, int(rank) if rank.isdigit() else None, own)
         answer: UpstreamResponse | None = None
         outcome: PrefillOutcome | None = None
         attempt = self._placer.begin(placed)
@@ -157,11 +158,6 @@ class DirectPrefill:
                 # Also where this task is cancelled: it may have been computed all the same.
                 self._releases.release(hold)
         return outcome
-
-    def _hold(self, worker: Worker, key: str, headers: Headers) -> Hold:
-        rank = header(headers, RANK_HEADER.lower()) or ""
-        own = "" if self._settings.worker_api_key else header(headers, "authorization") or ""
-        return Hold(worker.record, key, int(rank) if rank.isdigit() else None, own)
 
 
 def _outcome(worker: Worker, status: int, content: bytes, hold: Hold) -> PrefillOutcome:

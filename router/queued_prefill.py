@@ -24,7 +24,7 @@ from vllm_pd.router.attempt import Attempt, Placed
 from vllm_pd.router.call import Call
 from vllm_pd.router.decode_leg import computed
 from vllm_pd.router.directory import Directory
-from vllm_pd.router.leg_request import leg_headers, names_rank, order_of, with_turn
+from vllm_pd.router.leg_request import leg_headers, names_rank, order_of, own_authorization, with_turn
 from vllm_pd.router.legs import prefill_body, transfer_params
 from vllm_pd.router.metrics import status_name
 from vllm_pd.router.placement import Placer
@@ -264,12 +264,12 @@ class QueuedPrefill:
         params = transfer_params(answer.body)
         if params is None:
             return PrefillOutcome(failure=Failure.NO_PARAMS, way=Way.QUEUE, stream=stream)
-        known = self._directory.get(worker)
+        known, own = self._directory.get(worker), own_authorization(self._settings, call)
         return PrefillOutcome(
             way=Way.QUEUE,
             stream=stream,
             params=params,
             worker=worker,
             pool=queue.pool,
-            hold=Hold(known.record, hold) if known is not None else None,
+            hold=Hold(known.record, hold, authorization=own) if known is not None else None,
         )

@@ -637,6 +637,17 @@ async def test_blocks_are_let_go_if_no_decode_worker_takes_the_request(cluster: 
     await until(lambda: prefill.released == [leg.json["kv_transfer_params"]["pd_hold"]], "the blocks are let go")
 
 
+async def test_blocks_are_let_go_with_the_clients_key_where_workers_check_it(opened: Open) -> None:
+    async with opened(api_key="everybodys") as cluster:
+        prefill = await cluster.join(Role.PREFILL, asks_key=True, api_key="everybodys")
+        decode = await cluster.join(Role.DECODE)
+        await decode.worker.stop()
+        assert (await cluster.post(headers={"Authorization": "Bearer everybodys"}))[0] in (502, 503)
+        assert cluster.metric("prefill_dispatch_total", way="queue", outcome="done") == 1
+        (leg,) = prefill.legs
+        await until(lambda: prefill.released == [leg.json["kv_transfer_params"]["pd_hold"]], "the blocks are let go")
+
+
 async def test_blocks_are_the_decode_workers_once_it_has_the_parameters(cluster: QueueCluster) -> None:
     """It may read them late: only their lease ends them."""
     prefill, decode = await cluster.join(Role.PREFILL), await cluster.join(Role.DECODE)
