@@ -15,7 +15,7 @@ from vllm_pd.graph.embedded_store import EmbeddedStore
 SHM_DEADLINE_S = 30.0
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where tests run in two processes, those of a file stay together, and those on real servers are one group."""
     if not config.pluginmanager.hasplugin("xdist"):
