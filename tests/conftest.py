@@ -15,14 +15,11 @@ from vllm_pd.graph.embedded_store import EmbeddedStore
 SHM_DEADLINE_S = 30.0
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Where tests run in two processes, those of a file stay together, and those on real servers are one group."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
+    if item.config.pluginmanager.hasplugin("xdist"):
         on_servers = item.get_closest_marker("e2e") is not None
-        item.add_marker(pytest.mark.xdist_group("servers" if on_servers else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group("servers" if on_servers else item.path.as_posix()))
 
 
 @pytest.fixture(scope="session", autouse=True)
