@@ -8,7 +8,7 @@ KEEP ?=
 PYTEST_ARGS ?=
 ARGS ?=
 # Tests mostly wait. Real servers are started by one process, one test after another; the rest runs beside.
-PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
+PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install test test-unit test-e2e test-contract test-slow test-churn test-faults test-soak lint format demo clean

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from scripts.models import smollm2_dir, tiny_model_dir
 from tests.shared_memory import SharedMemoryWatch
@@ -15,11 +17,16 @@ from vllm_pd.graph.embedded_store import EmbeddedStore
 SHM_DEADLINE_S = 30.0
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]
     """Where tests run in two processes, those of a file stay together, and those on real servers are one group."""
-    if item.config.pluginmanager.hasplugin("xdist"):
-        on_servers = item.get_closest_marker("e2e") is not None
-        item.add_marker(pytest.mark.xdist_group("servers" if on_servers else item.path.as_posix()))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "servers" if file.startswith("tests/e2e/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
+    return _Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
