@@ -181,14 +181,14 @@ class DecodeLeg:
                 self._directory.note_failed(worker, "it broke off a stream")
             return None
         except UpstreamError as e:
-            return self._failure(worker, call, e)
+            return self._failure(worker, call, e, begun=leg.begun)
         finally:
             self._legs.end(leg)
             attempt.end(tokens)
             if answer is not None:
                 answer.close()
 
-    def _failure(self, worker: Worker, call: Call, error: UpstreamError) -> _Failure:
+    def _failure(self, worker: Worker, call: Call, error: UpstreamError, *, begun: bool) -> _Failure:
         """What a leg that failed before the client got anything says of its worker, and of the request."""
         if isinstance(error, ConnectFailed):
             self._directory.note_failure(worker, str(error))
@@ -199,10 +199,11 @@ class DecodeLeg:
             return _Failure(503, "This router is being stopped; send the request again.", "stopping", final=True)
         if isinstance(error, FirstByteTimeout | StreamStalled):
             self._directory.note_failed(worker, str(error))
-            seconds = self._settings.first_byte_timeout
+            missing, setting = ("nothing more", "idle-timeout") if begun else ("no first byte", "first-byte-timeout")
+            seconds = self._settings.idle_timeout if begun else self._settings.first_byte_timeout
             problem = (
-                f"Worker {worker.id} gave no answer: no first byte within {seconds:g} s; it is overloaded or hangs, "
-                "see its log, or give the router a longer --first-byte-timeout."
+                f"Worker {worker.id} gave no answer: {missing} within {seconds:g} s; it is overloaded or hangs, see "
+                f"its log, or give the router a longer --{setting}."
             )
             return _Failure(504, problem, "timeout", final=True)
         # It may have read the blocks; they are freed then, and a second read would find other requests' KV.

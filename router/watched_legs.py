@@ -11,11 +11,6 @@ NO_ENGINE = -1
 """Rank of a leg for which only the process of its worker is watched."""
 
 
-def never() -> bool:
-    """For a leg that nobody else can take."""
-    return False
-
-
 def always() -> bool:
     """For a leg that can be done in another way at any time."""
     return True
@@ -61,7 +56,7 @@ class Legs:
         self._legs: dict[Worker, set[Leg]] = {}
         self._stopped: UpstreamError | None = None
 
-    def begin(self, worker: Worker, rank: int, movable: Callable[[], bool] = never) -> Leg:
+    def begin(self, worker: Worker, rank: int, movable: Callable[[], bool]) -> Leg:
         """A leg is about to be sent. `end` must follow."""
         leg = Leg(worker, rank, self._clock(), movable)
         if self._stopped is not None:

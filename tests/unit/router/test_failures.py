@@ -378,6 +378,26 @@ async def test_stream_that_stalls_is_ended(start_cluster: StartCluster, start_wo
     await until(worker.posts[0].cancelled.is_set, "the worker saw the end of the request")
 
 
+async def test_answer_in_one_piece_that_stalls_says_which_time_was_over(
+    start_cluster: StartCluster, start_worker: StartWorker
+) -> None:
+    async def stalls(request: web.Request, seen: Seen) -> web.StreamResponse:
+        reply = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "100"})
+        await reply.prepare(request)
+        await reply.write(b'{"half')
+        return await hang(request, seen)
+
+    cluster = await start_cluster(idle_timeout=1.0)
+    worker = await start_worker()
+    await cluster.join(worker, Role.BOTH)
+    worker.hook = stalls
+    code, answer = await cluster.post("/v1/completions", WHOLE)
+    assert code == 504
+    assert worker.host_port.encode() in answer
+    assert b"nothing more within 1 s" in answer
+    assert b"--idle-timeout" in answer
+
+
 async def leave(cluster: Cluster, body: bytes, when: asyncio.Event) -> None:
     """Send a request and drop the connection once `when` is set."""
     _, writer = await asyncio.open_connection("127.0.0.1", cluster.service.port)
