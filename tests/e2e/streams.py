@@ -22,6 +22,8 @@ class Stream:
     body: dict[str, Any]
     events: list[bytes] = field(default_factory=list)
     failure: str = ""
+    decode: str = ""
+    """The worker that a router chose for its answer, as `host:port`."""
     _thread: threading.Thread | None = None
 
     def start(self) -> Stream:
@@ -32,8 +34,10 @@ class Stream:
     def _read(self) -> None:
         try:
             connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=DEADLINE_S)
-            connection.request("POST", self.path, json.dumps(self.body), {"content-type": "application/json"})
+            headers = {"content-type": "application/json", "x-vllm-pd-explain": "1"}
+            connection.request("POST", self.path, json.dumps(self.body), headers)
             response = connection.getresponse()
+            self.decode = json.loads(response.getheader("x-vllm-pd-decision", "{}")).get("decode", "")
             rest = b""
             while data := response.read1(1 << 16):
                 *whole, rest = (rest + data).split(b"\n\n")
