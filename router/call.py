@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from vllm_pd.router.attempt import Attempt
-from vllm_pd.router.client_transfer import ClientTransfer, own_transfer
+from vllm_pd.router.client_transfer import ClientTransfer, own_transfer, own_transfer_in
 from vllm_pd.router.continuable import read_body, wants_ids, why_not
 from vllm_pd.router.decision import PromptKind, Reason
 from vllm_pd.router.demand import BadOverride, Demand, DemandReader
@@ -130,12 +130,15 @@ class CallReader:
             await send_error(reply, e.status, str(e), [("Connection", "close")])
             return None
         ready = time.monotonic()
-        if self._settings.client_transfer_params == ClientTransfer.REFUSE and (problem := own_transfer(body)):
-            await send_error(reply, 400, problem)
-            return None
         if endpoint is None:
             endpoint = _endpoint_of(body)
         fields = read_fields(body) if endpoint.kind is not None else None
+        if self._settings.client_transfer_params == ClientTransfer.REFUSE:
+            # What was read need not be searched.
+            problem = own_transfer_in(fields) if fields is not None else own_transfer(body)
+            if problem:
+                await send_error(reply, 400, problem)
+                return None
         model = fields.model if fields is not None else read_model(body)
         workers = self._directory.serving(model)
         if workers is None:

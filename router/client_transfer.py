@@ -1,8 +1,8 @@
 """Transfer parameters that a client sends itself: by them it could read or let go KV blocks of other requests.
 
 Workers believe whatever stands in `kv_transfer_params` and `ec_transfer_params`, also where `vllm_xargs` holds them:
-which worker to read from, which blocks, which holds to end. Pure functions on bytes; a body that does not name such a
-field at all, as nearly all do, is only searched, not decoded.
+which worker to read from, which blocks, which holds to end. Pure functions. A body of which nothing was read yet is
+only searched if it does not name such a field at all, as nearly all do.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from enum import StrEnum
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
+
+from vllm_pd.router.request_fields import RequestFields
 
 _MARK = "transfer_params"
 _ESCAPE = "\\u00"
@@ -48,9 +50,13 @@ def own_transfer(body: bytes) -> str:
     if _MARK.encode() not in body and body.rfind(_ESCAPE.encode()) < 0 and b"\0" not in body:
         return ""
     try:
-        read = _body.decode(body)
+        return own_transfer_in(_body.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _unreadable(body)
+
+
+def own_transfer_in(read: _Body | RequestFields) -> str:
+    """The same for a body that was read."""
     name = _named(read)
     if not name and not isinstance(read.vllm_xargs, UnsetType):
         try:
@@ -67,7 +73,7 @@ def own_transfer(body: bytes) -> str:
     )
 
 
-def _named(read: _Params) -> str:
+def _named(read: _Params | RequestFields) -> str:
     for name, value in (
         ("kv_transfer_params", read.kv_transfer_params),
         ("ec_transfer_params", read.ec_transfer_params),

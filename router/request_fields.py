@@ -34,6 +34,8 @@ class RequestFields(msgspec.Struct):
     cache_salt: str | None = None
     priority: Any = UNSET
     kv_transfer_params: Raw | UnsetType = UNSET
+    ec_transfer_params: Raw | UnsetType = UNSET
+    vllm_xargs: Raw | UnsetType = UNSET
     request_id: str | None = None
     stream: bool | None = None
     add_special_tokens: bool | None = None
