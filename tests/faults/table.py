@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from benchmarks.common import machine
-from tests.faults.aborts import Aborts
 from tests.faults.injections import NETWORK_MEANING
 from tests.faults.matrix import CLIENTS, DEADLINE_S, SETTLE_S, Row
 from tests.faults.phases import Phase
-from tests.faults.scenes import Scene
+from tests.faults.results import Results
 
 _INTRO = """# Fault matrix
 
@@ -38,8 +37,9 @@ everything that died is started again and serves.
 """
 
 
-def page(rows: Sequence[Row], aborts: Aborts | None, some: Sequence[Scene]) -> str:
+def page(found: Results) -> str:
     """The whole page."""
+    rows, aborts, some = found.in_order(), found.aborts, list(found.scenes.values())
     about = machine()
     meaning = "; ".join(f"*{fault}* {what}" for fault, what in NETWORK_MEANING.items())
     text = _INTRO.format(
@@ -53,7 +53,8 @@ def page(rows: Sequence[Row], aborts: Aborts | None, some: Sequence[Scene]) -> s
     )
     total = sum(row.requests for row in rows)
     bad = sum(len(row.wrongs) for row in rows)
-    text += f"\n{total} requests in {len(rows)} rows; {bad or 'no'} violation{'' if bad == 1 else 's'}.\n\n"
+    text += f"\n{total} requests in {len(rows)} rows; {bad or 'no'} violation{'' if bad == 1 else 's'}. "
+    text += f"Run (date, commit): {'; '.join(sorted(set(found.ran.values())))}.\n\n"
     head = ["who", "fault", *Phase, "hit", "requests", "not ok", "slowest s", "stall s", "free s"]
     text += _table(head, [_cells(row) for row in rows])
     text += "\n## What requests were told that were not answered in full\n\n"

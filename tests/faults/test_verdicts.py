@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.faults.injections import MATRIX, Fault, Target, allowed
 from tests.faults.matrix import Row
 from tests.faults.phases import Phase
 from tests.faults.questions import Question
+from tests.faults.results import Results
 from tests.faults.scenes import Scene
 from tests.faults.shot import Outcome, Shot
 from tests.faults.table import page
@@ -99,8 +101,32 @@ def test_the_page_shows_every_row_and_every_violation() -> None:
     row.reasons = {"200: Worker a | died": 1}
     row.wrongs = ["flt-1: late"]
     aborts = Aborts(dict.fromkeys(Phase, 4), dict.fromkeys(Phase, 0.5))
-    text = page([row], aborts, [Scene("cold burst", requests=32, slowest=3.0)])
+    found = Results()
+    for each in (row, aborts, Scene("cold burst", requests=32, slowest=3.0)):
+        found.took(each)
+    text = page(found)
     assert "| decode | SIGKILL | 2 | 2 | 2 | 2 | 2 | 4 (1 error event) | 7 | 80 | 1 |" in text
     assert "80 requests in 1 rows; 1 violation." in text and "- decode, SIGKILL: flt-1: late" in text
     assert "Worker a \\| died" in text and "| cold burst | 32 | 0 | 3.0 |" in text
     assert "| streaming | 4 | 0.50 |" in text
+
+
+def test_a_cell_that_is_run_again_takes_the_place_of_its_last_result(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    first = Results.load(kept)
+    first.took(Row("decode", "SIGKILL", wrongs=["late"]))
+    first.took(Row("prefill", "SIGKILL", requests=7))
+    first.took(Scene("cold burst", requests=32))
+    first.took(Aborts(dict.fromkeys(Phase, 4), dict.fromkeys(Phase, 0.5)))
+    first.save(kept)
+    again = Results.load(kept)
+    again.took(Row("decode", "SIGKILL", requests=9))
+    again.save(kept)
+    found = Results.load(kept)
+    assert [(row.target, row.requests, row.wrongs) for row in found.in_order()] == [
+        ("prefill", 7, []),
+        ("decode", 9, []),
+    ]
+    assert found.scenes["cold burst"].requests == 32 and found.aborts == first.aborts and not found.is_whole
+    kept.write_text('{"rows": [{"target": "decode", "colour": 1}]}')
+    assert Results.load(kept) == Results()
