@@ -1,0 +1,101 @@
+"""What a store is told, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_pd.errors import SettingsError
+from vllm_pd.kv_offload.segments.format import ALIGN, NAMESPACE_BYTES, aligned, smallest_segment
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_SEGMENTS_IN_BUDGET = 8
+"""One of them is kept free to write to while another is being emptied, so fewer would waste much of a small budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Sizes in bytes, times in seconds.
+
+    Attributes:
+        root: folder of all namespaces; budget and floor are for it as a whole. Created with mode 0700.
+        name: folder of this namespace inside `root`.
+        namespace: digest of everything that changes the bytes of a block, `NAMESPACE_BYTES` long. In every segment.
+        block_bytes: size of a block; one size for the whole store.
+        budget_bytes: what all segments under `root` may take.
+        floor_bytes: free space that is kept on the file system.
+        max_segment_bytes: of a segment file; smaller where the budget is small (see `segment_bytes`).
+        batch_bytes: payload that is written at once, at least one block.
+        staging_bytes: memory in which blocks wait for the disk, taken at start.
+        backlog_bytes: blocks that may wait for staging memory. What is put beyond it is refused: the disk is slower.
+        put_wait_s: the longest that a block waits for staging memory, and its memory in the tier above is held.
+        sync_bytes: written data is flushed to the device after this much, and whenever there is nothing to write. A
+            power cut loses at most this; a crash of the process only what is being written.
+        readers: threads that load; each has a buffer of `read_bytes`.
+        read_bytes: what one reader reads at once; a longer load is shared by several readers.
+        piece_bytes: the largest single read or write; more pieces in flight are faster than large ones.
+        rewrite_share: of an evicted segment's bytes, how much is kept by writing it again if it was used. Bounds write
+            amplification to 1 / (1 - share).
+        open_files: segment files kept open.
+        about: what the namespace is, for people: written to a file beside the segments once.
+    """
+
+    root: Path
+    name: str
+    namespace: bytes
+    block_bytes: int
+    budget_bytes: int
+    floor_bytes: int
+    max_segment_bytes: int = 256 * MIB
+    batch_bytes: int = 8 * MIB
+    staging_bytes: int = 64 * MIB
+    backlog_bytes: int = GIB
+    put_wait_s: float = 2.0
+    sync_bytes: int = 64 * MIB
+    readers: int = 4
+    read_bytes: int = 16 * MIB
+    piece_bytes: int = MIB
+    rewrite_share: float = 0.25
+    open_files: int = 256
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            SettingsError: the budget does not hold a few segments.
+            ValueError: a value that only a programming error can produce.
+        """
+        if len(self.namespace) != NAMESPACE_BYTES:
+            raise ValueError(f"namespace must have {NAMESPACE_BYTES} bytes, got {len(self.namespace)}")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name must be the name of a visible folder, got {self.name!r}")
+        if self.block_bytes <= 0 or self.readers < 1 or self.piece_bytes % ALIGN or self.piece_bytes <= 0:
+            raise ValueError("block_bytes and readers must be positive, piece_bytes a positive multiple of 4096")
+        if not 0 <= self.rewrite_share < 1:
+            raise ValueError(f"rewrite_share must be at least 0 and below 1, got {self.rewrite_share}")
+        least = _SEGMENTS_IN_BUDGET * smallest_segment(self.block_bytes)
+        if self.budget_bytes < least:
+            raise SettingsError(
+                f"The SSD tier's budget of {self.budget_bytes / GIB:.3f} GiB is too small for blocks of "
+                f"{self.block_bytes / MIB:.2f} MiB; give it at least {least / GIB:.3f} GiB."
+            )
+
+    @property
+    def folder(self) -> Path:
+        """Where this namespace's segments are."""
+        return self.root / self.name
+
+    @property
+    def stride(self) -> int:
+        """What a block takes in a segment and in memory here."""
+        return aligned(self.block_bytes)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of a segment file that is being written; a finished one may be smaller."""
+        share = self.budget_bytes // _SEGMENTS_IN_BUDGET // ALIGN * ALIGN
+        return max(smallest_segment(self.block_bytes), min(aligned(self.max_segment_bytes), share))
