@@ -20,8 +20,8 @@ class LoadSpeed:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if not (self.latency_s > 0 and self.bytes_per_s > 0):
-            raise ValueError(f"A tier's latency and speed must be above 0, got {self}.")
+        if not (self.latency_s >= 0 and self.bytes_per_s > 0):
+            raise ValueError(f"A tier's latency must not be negative and its speed be above 0, got {self}.")
 
     def predict_s(self, size: int, queued: int = 0) -> float:
         """Seconds for `size` bytes behind `queued` ones."""
@@ -43,36 +43,32 @@ class LoadRate:
 
     def __init__(self, prior: LoadSpeed) -> None:
         self._law = LinearLaw((prior.latency_s, 1 / prior.bytes_per_s), refit_every=_REFIT_EVERY, keep=_KEEP)
-        self._latency_s, self._per_byte = prior.latency_s, 1 / prior.bytes_per_s
+        self._speed = prior
         self._loads = 0
+
+    @property
+    def speed(self) -> LoadSpeed:
+        return self._speed
 
     @property
     def loads(self) -> int:
         """How many were observed."""
         return self._loads
 
-    @property
-    def latency_s(self) -> float:
-        return self._latency_s
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Infinite where size is seen to make no difference."""
-        return 1 / self._per_byte if self._per_byte else float("inf")
-
     def observe(self, size: int, seconds: float, queued: int = 0) -> None:
         """A load of `size` bytes that found `queued` bytes before it took `seconds`, its wait included.
 
         A load that was given up counts with the time that it was waited for. Sizes and times of 0 or less say nothing.
         """
-        if size <= 0 or queued < 0:
+        if size <= 0 or queued < 0 or seconds <= 0:
             return
-        if seconds > 0:
-            self._loads += 1
+        self._loads += 1
         fitted = self._law.observe((1.0, float(size + queued)), seconds)
         if fitted is not None:
-            self._latency_s, self._per_byte = fitted
+            latency_s, per_byte = fitted
+            # Where size is seen to make no difference.
+            self._speed = LoadSpeed(latency_s, 1 / per_byte if per_byte > 0 else float("inf"))
 
     def predict_s(self, size: int, queued: int = 0) -> float:
         """Seconds from asking for `size` bytes, behind `queued` ones, until they are there."""
-        return self._latency_s + (size + queued) * self._per_byte
+        return self._speed.predict_s(size, queued)

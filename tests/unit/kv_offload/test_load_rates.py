@@ -40,7 +40,7 @@ def test_a_few_dozen_loads_tell_latency_and_speed(truth: LoadSpeed) -> None:
     rate = LoadRate(SSD_PRIOR)
     teach(rate, truth, 60)
     assert worst_error(rate, truth) < 0.3
-    assert rate.bytes_per_s == pytest.approx(truth.bytes_per_s, rel=0.3)
+    assert rate.speed.bytes_per_s == pytest.approx(truth.bytes_per_s, rel=0.3)
 
 
 def test_one_stalled_load_is_no_rate() -> None:
@@ -84,7 +84,7 @@ def test_nonsense_changes_nothing() -> None:
     assert rate.predict_s(MIB) == pytest.approx(SSD_PRIOR.predict_s(MIB))
 
 
-@pytest.mark.parametrize("latency_s, bytes_per_s", [(0, 1), (1, 0), (-1, 1)])
+@pytest.mark.parametrize("latency_s, bytes_per_s", [(1, 0), (1, -1), (-1, 1)])
 def test_a_prior_must_be_a_speed(latency_s: float, bytes_per_s: float) -> None:
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ValueError, match="latency must not be negative"):
         LoadSpeed(latency_s, bytes_per_s)
