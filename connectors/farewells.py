@@ -25,7 +25,11 @@ class Farewells:
     def finished(self, params: Mapping[str, Any] | None, now: float) -> None:
         """A request ended; `params` are its own, before its connector has seen the end."""
         if is_handoff(params):
-            self._until = now + STEPPING_S
+            self.given_up(now)
+
+    def given_up(self, now: float) -> None:
+        """A hand-off was given up that has not come here."""
+        self._until = now + STEPPING_S
 
     def are_due(self, now: float) -> bool:
         """Whether the engine should go on, even with nothing to compute."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_pd.connectors.read_leases import ReadLease
+from vllm_pd.given_up import LEASE_END_FIELD
 
-FIELD = "pd_lease_until_ms"
+FIELD = LEASE_END_FIELD
 EXTENSION_FIELD = "pd_lease_extension_ms"
 DEFAULT_LEASE_S = 30
 """vLLM's default of `kv_lease_duration` (nixl/base_scheduler.py)."""

@@ -13,20 +13,25 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vllm_pd import settings as s
 from vllm_pd import side_channel, transfer_config
 from vllm_pd.connectors import event_flush
 from vllm_pd.connectors.cpu_cures import calm_nixl
 from vllm_pd.connectors.farewells import Farewells
-from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, HandoffLease, is_handoff
+from vllm_pd.connectors.handoff_arrivals import HandoffArrivals
+from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, MARGIN_S, HandoffLease, is_handoff
 from vllm_pd.connectors.handoff_params import Wanted, problem
 from vllm_pd.connectors.held_blocks import HeldBlocks
 from vllm_pd.connectors.pd_metadata import PDMetadata
 from vllm_pd.connectors.read_leases import Blocks, ReadLease, ReadLeases
 from vllm_pd.connectors.send_leases import SendLeases
 from vllm_pd.errors import SettingsError
+from vllm_pd.given_up import GivenUp, Handoff, given_up
 from vllm_pd.holds import hold_key, released_keys
 from vllm_pd.kv_offload.ssd_config import model_identity
 from vllm_pd.vllm_compat import (
@@ -81,6 +86,7 @@ class PDConnector(MultiConnector):
         # Of the scheduler half.
         self._lease = HandoffLease(_lease_duration(expanded.kv_transfer_config))
         self._held = HeldBlocks()
+        self._arrivals = HandoffArrivals()
         self._farewells = Farewells()
         self._new_leases: list[ReadLease] = []
         # Of the worker half.
@@ -96,19 +102,24 @@ class PDConnector(MultiConnector):
         # The index counts the copies of a block by its events; a request may ask for events without a new copy.
         request.kv_cache_report_mode = "incremental"
         params = request.kv_transfer_params
-        now = time.monotonic()
-        if keys := released_keys(params):
+        now, wall = time.monotonic(), time.time()
+        if told := given_up(params):
+            self._give_up(told, wall, now)
+        elif keys := released_keys(params):
             self._held.release(keys, now)
-            # All that this request is for; it neither reads blocks nor leaves any.
-            request.kv_transfer_params = params = None
         elif key := hold_key(params):
             self._held.arrived(request.request_id, key)
+        if told or keys:
+            # All that this request is for; it neither reads blocks nor leaves any.
+            request.kv_transfer_params = params = None
         self._refuse_unusable(request)
-        wall = time.time()
         if self._lease.arrived(request.request_id, params, wall, now):
             self._compute_anew(request, "it came after the end of the prefill worker's lease")
         elif lease := self._lease.for_workers(request.request_id, params, wall, now):
-            self._new_leases.append(lease)
+            if self._arrivals.arrived(request.request_id, lease.blocks, now):
+                self._compute_anew(request, "its router had given it up before it came")
+            else:
+                self._new_leases.append(lease)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -170,13 +181,13 @@ class PDConnector(MultiConnector):
                 yield from ((engine_id, request_id) for request_id in info.req_ids)
 
     def request_finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._farewells.finished(request.kv_transfer_params, time.monotonic())
+        self._ended(request)
         return self._stamped(request, *super().request_finished(request, blocks))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._farewells.finished(request.kv_transfer_params, time.monotonic())
+        self._ended(request)
         return self._stamped(request, *super().request_finished_all_groups(request, block_ids))
 
     def has_pending_push_work(self) -> bool:
@@ -188,6 +199,26 @@ class PDConnector(MultiConnector):
         """Only NIXL makes this metadata; the tiers' connector refuses any of a second pipeline stage."""
         if self._nixl is not None:
             self.sub_connectors[self._nixl].set_xfer_handshake_metadata_pp_aware(metadata)
+
+    def _give_up(self, told: GivenUp, wall: float, now: float) -> None:
+        """Tell the prefill workers of those hand-offs that nothing here has read or will read."""
+        if self._nixl is None:
+            return
+        nixl = self.sub_connectors[self._nixl].connector_scheduler
+        if told.engine != nixl.engine_id:
+            return
+        for handoff in told.handoffs:
+            left_s = handoff.pd_lease_until_ms / 1000 - wall
+            blocks = handoff.remote_engine_id, handoff.remote_request_id
+            if left_s > 0 and self._arrivals.give_up(blocks, now + left_s + MARGIN_S, now):
+                self._tell_unread(nixl, handoff)
+                self._farewells.given_up(now)
+
+    def _tell_unread(self, nixl: Any, handoff: Handoff) -> None:
+        """As vLLM does for a request that ends before it is scheduled: a read of no blocks."""
+        params = {**msgspec.structs.asdict(handoff), "remote_block_ids": []}
+        unread = SimpleNamespace(kv_transfer_params=params)
+        nixl._reqs_need_recv[f"given-up-{handoff.remote_request_id}"] = (unread, [], (), False)
 
     def _refuse_unusable(self, request: Request) -> None:
         """Take parameters off a request by which nothing can be read: vLLM would wait for blocks, or end."""
@@ -218,6 +249,12 @@ class PDConnector(MultiConnector):
         if self._nixl is not None:
             # Heartbeats would otherwise hold the blocks that nobody reads until this request ends.
             self.sub_connectors[self._nixl].connector_scheduler._stop_heartbeat(request.request_id)
+
+    def _ended(self, request: Request) -> None:
+        """Before its children have seen the end of the request."""
+        now = time.monotonic()
+        self._farewells.finished(request.kv_transfer_params, now)
+        self._arrivals.ended(request.request_id, now)
 
     def _stamped(
         self, request: Request, keep_blocks: bool, params: dict[str, Any] | None

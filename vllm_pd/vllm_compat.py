@@ -148,9 +148,11 @@ INTERNALS: tuple[Internal, ...] = (
             "is_bidirectional_kv_xfer_enabled",
             "kv_cache_config",
             "block_size",
+            "engine_id",
+            "_reqs_need_recv",
         ),
-        "binds the side channel whose address we choose and advertise; told which blocks nobody waits for any more; "
-        "says what a hand-off must bring",
+        "binds the side channel whose address we choose and advertise; told which blocks nobody waits for any more, "
+        "and which have not been read; says what a hand-off must bring",
     ),
     Internal(
         "NixlWorker",
@@ -363,6 +365,24 @@ INTERNALS += (
         "TierTransferJob", f"{_OFFLOAD}.tiering.base", "TransferJob", ("job_id", "keys"), "a write to the SSD tier"
     ),
     Internal("TierJobResult", f"{_OFFLOAD}.tiering.base", "JobResult", ("job_id", "success"), "its outcome"),
+)
+
+# Used by the connector of LMCache.
+INTERNALS += (
+    Internal(
+        "build_offloading_config",
+        f"{_KV}.v1.offloading.config",
+        "build_offloading_config",
+        ("__call__(vllm_config, kv_cache_config)",),
+        "what changes the bytes of a block, put into LMCache's keys",
+    ),
+    Internal(
+        "RequestStatus",
+        "vllm.v1.request",
+        "RequestStatus",
+        ("PREEMPTED",),
+        "a preempted request asks for blocks again; one whose load failed must not",
+    ),
 )
 
 # Used by the agent.

@@ -8,6 +8,7 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -15,12 +16,14 @@ pytest.importorskip("vllm")
 from vllm_pd import transfer_config as tc
 from vllm_pd.connectors import pd_connector
 from vllm_pd.connectors.farewells import STEPPING_S, Farewells
+from vllm_pd.connectors.handoff_arrivals import HandoffArrivals
 from vllm_pd.connectors.handoff_lease import EXTENSION_FIELD, FIELD, HandoffLease
 from vllm_pd.connectors.held_blocks import HeldBlocks
 from vllm_pd.connectors.pd_connector import PDConnector, expand, register_specs
 from vllm_pd.connectors.pd_metadata import PDMetadata
 from vllm_pd.connectors.read_leases import ReadLease, ReadLeases
 from vllm_pd.connectors.send_leases import SendLeases
+from vllm_pd.given_up import give_up_params, handoff_in
 from vllm_pd.plugin import register
 from vllm_pd.settings import WorkerSettings, from_extra_config
 from vllm_pd.vllm_compat import KVConnectorFactory, KVTransferConfig, OffloadingSpecFactory
@@ -56,7 +59,7 @@ def test_expanding_twice_changes_nothing_and_leaves_the_original() -> None:
 
 def test_the_identity_reaches_the_ssd_tier_and_not_the_users_options() -> None:
     options = {"ssd": {"path": "/else", "gib": 3}}
-    config = tc.build(dataclasses.replace(SSD, offload=options))
+    config = tc.build(dataclasses.replace(SSD, tiers=options))
     offload = children(expand(config, "abc"))[1]["kv_connector_extra_config"]
     assert offload["ssd"] == {"path": "/else", "gib": 3, "identity": "abc"}
     assert options == {"ssd": {"path": "/else", "gib": 3}}
@@ -112,6 +115,8 @@ class FakeScheduler:
         self.is_bidirectional_kv_xfer_enabled = self._is_hma_required = False
         self.kv_cache_config = SimpleNamespace(transfer_groups=[None])
         self.block_size = 32
+        self.engine_id = "here"
+        self._reqs_need_recv: dict[str, Any] = {}
 
     def _get_remote_prefill_token_count(self, num_prompt_tokens: int) -> int:
         return num_prompt_tokens
@@ -168,7 +173,7 @@ def connector_over(nixl: FakeScheduler) -> PDConnector:
     connector._requests_to_connector, connector._extra_async_saves = {}, {}
     connector._lease, connector._nixl = HandoffLease(), 0
     connector._held, connector._new_leases = HeldBlocks(), []
-    connector._farewells = Farewells()
+    connector._arrivals, connector._farewells = HandoffArrivals(), Farewells()
     connector._reads, connector._sends = ReadLeases(), None
     return connector
 
@@ -369,6 +374,70 @@ def test_an_engine_that_has_read_a_hand_off_rests_at_once(clock: Clock) -> None:
     request.kv_transfer_params["do_remote_prefill"] = False
     connector.request_finished_all_groups(request, ([1],))
     assert not connector.has_pending_push_work()
+
+
+def give_up(handoff: Any, engine: str = "here") -> Any:
+    """A request that gives up the hand-off of another one."""
+    found = handoff_in(msgspec.json.encode(handoff.kv_transfer_params))
+    assert found is not None
+    params = msgspec.json.decode(msgspec.json.encode(give_up_params(engine, [found])))
+    return SimpleNamespace(request_id="x", kv_transfer_params=params, prompt_token_ids=[0], abort_immediately=False)
+
+
+def test_of_a_hand_off_that_is_given_up_before_it_comes_the_prefill_worker_is_told(clock: Clock) -> None:
+    """In the form in which vLLM tells it of a request that ends before it is scheduled."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+
+    nixl = FakeScheduler()
+    connector, late = connector_over(nixl), handed_off(clock.now)
+    request = give_up(late)
+    connector.on_new_request(request)
+    assert request.kv_transfer_params is None and not nixl.seen, "it reads nothing itself"
+    ((name, (unread, blocks, cached, waits)),) = nixl._reqs_need_recv.items()
+    meta = NixlConnectorMetadata()
+    meta.add_new_req_to_recv(name, blocks, unread.kv_transfer_params, cached, waits)
+    remote = meta.reqs_to_recv[name].remote
+    assert remote is not None
+    assert (remote.engine_id, remote.request_id, remote.host, remote.port) == ("engine", "there", "h", 5600)
+    assert connector.has_pending_push_work(), "an idle engine would not step"
+    connector.on_new_request(late)
+    assert not nixl.seen, "it is computed and not read"
+    assert told(connector).new_leases == ()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_hand_off_that_has_come_is_not_given_up(clock: Clock, ended: bool) -> None:
+    nixl = FakeScheduler()
+    connector, request = connector_over(nixl), handed_off(clock.now)
+    connector.on_new_request(request)
+    if ended:
+        connector.request_finished_all_groups(request, ([],))
+    connector.on_new_request(give_up(request))
+    assert not nixl._reqs_need_recv
+
+
+def test_what_another_engine_was_to_read_is_not_given_up_here(clock: Clock) -> None:
+    """A worker that was started again, or another one behind the same address, cannot know what is being read."""
+    nixl = FakeScheduler()
+    connector, request = connector_over(nixl), handed_off(clock.now)
+    connector.on_new_request(give_up(request, "before"))
+    assert not nixl._reqs_need_recv
+    connector.on_new_request(request)
+    assert nixl.seen
+
+
+def test_a_hand_off_whose_lease_is_over_is_not_given_up(clock: Clock) -> None:
+    nixl = FakeScheduler()
+    connector = connector_over(nixl)
+    connector.on_new_request(give_up(handed_off(clock.now - 26)))
+    assert not nixl._reqs_need_recv
+
+
+def test_giving_up_without_transfers_is_nothing(clock: Clock) -> None:
+    connector = connector_over(FakeScheduler())
+    request, connector._nixl = give_up(handed_off(clock.now)), None
+    connector.on_new_request(request)
+    assert request.kv_transfer_params is None
 
 
 class FakeWorker:
