@@ -29,7 +29,8 @@ from vllm_pd.graph.proc_tree import ProcessId
 from vllm_pd.graph.process import ManagedProcess, ProcessSpec
 from vllm_pd.state.base import Role
 
-START_DEADLINE_S = 300.0
+START_DEADLINE_S = 600.0
+"""A worker that starts beside others under load has a small part of the cores."""
 STOP_GRACE_S = 40.0
 SEQUENCES = 6
 """What one real worker runs at once: few, so that requests also wait."""
