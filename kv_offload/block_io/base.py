@@ -127,5 +127,5 @@ class BlockIO(Protocol):
         ...
 
     def close(self) -> None:
-        """Let threads and agents go. Waits for calls under way for a bounded time; later calls fail with EBADF."""
+        """Let threads and agents go, waiting a bounded time for those at work. Later calls fail with EBADF."""
         ...
