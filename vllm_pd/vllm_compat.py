@@ -116,6 +116,9 @@ INTERNALS: tuple[Internal, ...] = (
             "start_load_kv(forward_context)",
             "get_transfer_results(finished_req_ids)",
             "update_connector_output(connector_output)",
+            "update_state_after_alloc(request, blocks, num_external_tokens)",
+            "get_kv_connector_stats()",
+            "reset_cache()",
             "has_pending_push_work()",
         ),
         "base of PDConnector: composes NIXL and offloading",
@@ -126,6 +129,13 @@ INTERNALS: tuple[Internal, ...] = (
         "MultiKVConnectorMetadata",
         ("metadata", "extra_async_saves"),
         "base of PDMetadata: what a step of the scheduler tells the workers",
+    ),
+    Internal(
+        "MultiKVConnectorStats",
+        f"{_KV}.v1.multi_connector",
+        "MultiKVConnectorStats",
+        ("data",),
+        "what the children count, by the name of their class",
     ),
     Internal("KVConnectorRole", f"{_KV}.v1.base", "KVConnectorRole", ("SCHEDULER", "WORKER"), "which half we are"),
     Internal(
@@ -382,6 +392,72 @@ INTERNALS += (
         "RequestStatus",
         ("PREEMPTED",),
         "a preempted request asks for blocks again; one whose load failed must not",
+    ),
+)
+
+# Used by the cost gate.
+INTERNALS += (
+    Internal(
+        "OffloadingConnectorScheduler",
+        f"{_KV}.v1.offloading.scheduler",
+        "OffloadingConnectorScheduler",
+        (
+            "manager",
+            "config",
+            "_req_status",
+            "_jobs",
+            "_chunks_being_loaded",
+            "_full_attention_groups",
+            "get_num_new_matched_tokens(request, num_computed_tokens)",
+        ),
+        "its lookup of a request is limited, and its loads are timed",
+    ),
+    Internal(
+        "RequestOffloadState",
+        f"{_KV}.v1.offloading.scheduler",
+        "RequestOffloadState",
+        ("max_load_tokens", "req_context", "group_states", "transfer_jobs", "update_offload_keys()"),
+        "where the limit of a lookup is, and the keys of a request's blocks",
+    ),
+    Internal(
+        "OffloadingWorkerMetadata",
+        f"{_KV}.v1.offloading.common",
+        "OffloadingWorkerMetadata",
+        ("transfer_stats",),
+        "sizes and times of the transfers that ended",
+    ),
+    Internal(
+        "OffloadingConnectorStats",
+        f"{_KV}.v1.offloading.metrics",
+        "OffloadingConnectorStats",
+        (
+            "aggregate(other)",
+            "is_empty()",
+            "increase_counter(counter_name, counter_increase_value, labelvalues)",
+            "set_gauge(gauge_name, gauge_value, labelvalues)",
+        ),
+        "brings what the gate counts to /metrics",
+    ),
+    Internal(
+        "OffloadingCounterMetadata",
+        f"{_OFFLOAD}.base",
+        "OffloadingCounterMetadata",
+        ("documentation", "labelnames"),
+        "describes a counter on /metrics",
+    ),
+    Internal(
+        "OffloadingGaugeMetadata",
+        f"{_OFFLOAD}.base",
+        "OffloadingGaugeMetadata",
+        ("documentation", "labelnames"),
+        "describes a gauge on /metrics",
+    ),
+    Internal(
+        "LookupResult",
+        f"{_OFFLOAD}.base",
+        "LookupResult",
+        ("HIT", "HIT_PENDING", "MISS"),
+        "whether host memory holds a block",
     ),
 )
 
