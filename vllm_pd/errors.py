@@ -23,3 +23,7 @@ class QueueFull(PDError):
 
 class UnsupportedVLLMError(PDError):
     """The installed vLLM lacks an internal that vllm-pd needs; the message names the supported versions."""
+
+
+class UnsupportedLMCacheError(PDError):
+    """The installed LMCache lacks an internal that vllm-pd needs; the message names the version to install."""

@@ -15,6 +15,7 @@ from typing import Any
 from vllm_pd import serve_flags
 from vllm_pd import vllm_compat as compat
 from vllm_pd.errors import PDError, UnsupportedVLLMError
+from vllm_pd.lmcache_options import CONNECTOR as LMCACHE
 from vllm_pd.settings import CONNECTOR
 
 logger = logging.getLogger("vllm.vllm_pd")
@@ -33,6 +34,9 @@ def register() -> None:
         registry = compat.KVConnectorFactory._registry
         if CONNECTOR not in registry:
             compat.KVConnectorFactory.register_connector(CONNECTOR, "vllm_pd.connectors.pd_connector", "PDConnector")
+        if LMCACHE not in registry:
+            # A child of pd's, found by its name where vLLM puts its figures together.
+            compat.KVConnectorFactory.register_connector(LMCACHE, "vllm_pd.connectors.lmcache_connector", LMCACHE)
         _declare_environment()
         _wrap_engine_args(compat.EngineArgs)
     except (UnsupportedVLLMError, AttributeError) as e:

@@ -16,6 +16,7 @@ from vllm_pd.errors import SettingsError
 from vllm_pd.settings import (
     CONNECTOR,
     KV_ROLES,
+    LMCACHE,
     WorkerSettings,
     json_layer,
     load_worker_settings,
@@ -34,6 +35,9 @@ DRAIN_S = 30
 them off, and with them the blocks that decode workers are about to read. As long as NIXL's lease on such blocks."""
 HASH_ALGO = "sha256_cbor"
 """Pinned for every pd worker, so that workers and routers compute the same block hashes."""
+
+
+_CHOICES = {"role": "{prefill,decode,both}", "offload": "{tiers,lmcache,none}"}
 
 
 def environment_names() -> tuple[str, ...]:
@@ -93,7 +97,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(
                 spec.flag,
                 dest=dest(name),
-                metavar="{prefill,decode,both}" if name == "role" else name.upper(),
+                metavar=_CHOICES.get(name, name.upper()),
                 type=layered.SecretUrl if name == "store" else str,
                 default=argparse.SUPPRESS,
                 help=spec.help + _default_text(name),
@@ -260,6 +264,10 @@ def hide_store(config: Any) -> Any:
 
 def _apply(settings: WorkerSettings, engine_args: Any, given_json: Any) -> None:
     check_engine_args(engine_args)
+    if settings.offload == LMCACHE:
+        from vllm_pd import lmcache_setup
+
+        lmcache_setup.check(settings.lmcache_url, engine_args)
     engine_args.kv_transfer_config = _build(settings, given_json)
     engine_args.prefix_caching_hash_algo = HASH_ALGO
     # Lets a router say which request goes first; without priorities it is the order of arrival, as by default.

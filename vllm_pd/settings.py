@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_pd import layered, parsers
+from vllm_pd import layered, lmcache_options, parsers
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import Resolved, setting
 from vllm_pd.state.base import Role
@@ -21,11 +21,20 @@ CONNECTOR = "pd"
 DEFAULT_LEASE_S = 10.0
 GIB = 1 << 30
 
+TIERS, LMCACHE, NONE = "tiers", "lmcache", "none"
+"""What can keep blocks that leave the GPU."""
+
 
 def _options(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
         raise ValueError(f"must be a mapping of option names to values, got {raw!r}")
     return dict(raw)
+
+
+def _offload(raw: Any) -> str:
+    if isinstance(raw, Mapping):
+        raise ValueError(f"must be one of {TIERS}, {LMCACHE}, {NONE}; options of the tiers are given as {TIERS}")
+    return layered.choice(TIERS, LMCACHE, NONE)(raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,14 @@ class WorkerSettings:
         parse=parsers.base_url,
         default="",
     )
+    offload: str = setting(
+        help="what keeps KV blocks that leave the GPU: tiers (host memory and SSD, as large as --pd-cpu-gib and "
+        "--pd-ssd-gib say), lmcache (an LMCache server, see --pd-lmcache-url) or none",
+        env="VLLM_PD_OFFLOAD",
+        flag="--pd-offload",
+        parse=_offload,
+        default=TIERS,
+    )
     cpu_gib: float = setting(
         help="GiB of host memory for KV blocks evicted from the GPU; 0 turns the CPU tier off",
         env="VLLM_PD_CPU_GIB",
@@ -81,6 +98,13 @@ class WorkerSettings:
         parse=layered.number(0, high=1 << 30),
         default=0.0,
     )
+    lmcache_url: str = setting(
+        help="LMCache server that --pd-offload lmcache uses",
+        env="VLLM_PD_LMCACHE_URL",
+        flag="--pd-lmcache-url",
+        parse=lmcache_options.url,
+        default=lmcache_options.DEFAULT_URL,
+    )
     lease_s: float = setting(
         help="seconds after which a worker that died is forgotten",
         env="VLLM_PD_LEASE_S",
@@ -99,16 +123,21 @@ class WorkerSettings:
     nixl: Mapping[str, Any] = setting(
         help="options passed to vLLM's NIXL connector as they are (file and JSON only)", parse=_options, default=dict
     )
-    offload: Mapping[str, Any] = setting(
+    tiers: Mapping[str, Any] = setting(
         help="options passed to vLLM's offloading connector as they are (file and JSON only)",
         parse=_options,
+        default=dict,
+    )
+    lmcache: Mapping[str, Any] = setting(
+        help="options of LMCache's connector, for example mq_timeout (file and JSON only)",
+        parse=lmcache_options.options,
         default=dict,
     )
 
     @property
     def has_tiers(self) -> bool:
-        """Whether anything below GPU memory is configured."""
-        return self.cpu_gib > 0
+        """Whether tiers of ours below GPU memory are configured."""
+        return self.offload == TIERS and self.cpu_gib > 0
 
     @property
     def cpu_bytes(self) -> int:
@@ -152,9 +181,24 @@ def check(settings: WorkerSettings) -> None:
         raise SettingsError("--pd-ssd-path has no size; add --pd-ssd-gib with the GiB it may use.")
     if settings.ssd_path and not settings.cpu_gib:
         raise SettingsError("--pd-ssd-path needs a CPU tier above it; add --pd-cpu-gib.")
-    overlap = {"kv_connector", "engine_id", "kv_role"} & (set(settings.nixl) | set(settings.offload))
+    overlap = {"kv_connector", "engine_id", "kv_role"} & (set(settings.nixl) | set(settings.tiers))
     if overlap:
-        raise SettingsError(f"nixl and offload options cannot set {', '.join(sorted(overlap))}; remove it.")
+        raise SettingsError(f"nixl and tiers options cannot set {', '.join(sorted(overlap))}; remove it.")
+    _check_offload(settings)
+
+
+def _check_offload(settings: WorkerSettings) -> None:
+    """One system keeps the blocks, and what is said about another one is a mistake."""
+    tiers = settings.cpu_gib or settings.ssd_path or settings.ssd_gib
+    if settings.offload == LMCACHE and (tiers or settings.tiers):
+        raise SettingsError(
+            "--pd-offload lmcache takes the place of the tiers, which would keep every block a second time; drop "
+            "--pd-cpu-gib, --pd-ssd-path, --pd-ssd-gib and tiers, or use --pd-offload tiers."
+        )
+    if settings.offload == NONE and tiers:
+        raise SettingsError("--pd-offload none and the size of a tier contradict each other; drop one of them.")
+    if settings.offload != LMCACHE and (settings.lmcache or settings.lmcache_url != lmcache_options.DEFAULT_URL):
+        raise SettingsError("An LMCache server is named, but nothing uses it; add --pd-offload lmcache or drop it.")
 
 
 KV_ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}

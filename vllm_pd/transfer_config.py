@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_pd import lmcache_options
 from vllm_pd import settings as s
 from vllm_pd.errors import SettingsError
 from vllm_pd.state.base import Role
@@ -42,7 +43,7 @@ def child_configs(settings: s.WorkerSettings, *, nixl: bool) -> list[dict[str, A
     """Arguments of the KVTransferConfig of each composed connector, in the order they are asked for blocks.
 
     NIXL comes first: a request that carries hand-off parameters is served from the prefill worker, any other falls
-    through to the tiers.
+    through to the tiers or to LMCache.
 
     Raises:
         SettingsError: nothing would be left to compose.
@@ -55,10 +56,13 @@ def child_configs(settings: s.WorkerSettings, *, nixl: bool) -> list[dict[str, A
         if settings.ssd_path:
             offload["spec_name"] = "PDTieringOffloadingSpec"
             offload["ssd"] = {"path": settings.ssd_path, "gib": settings.ssd_gib}
-        if settings.store and _CHUNK_OPTIONS & settings.offload.keys():
+        if settings.store and _CHUNK_OPTIONS & settings.tiers.keys():
             # A chunk of several blocks is otherwise announced by the hash of its last one alone.
             offload["self_describing_kv_events"] = True
-        children.append(_child(OFFLOADING, {**offload, **settings.offload}))
+        children.append(_child(OFFLOADING, {**offload, **settings.tiers}))
+    if settings.offload == s.LMCACHE:
+        options = lmcache_options.connector_options(settings.lmcache_url, settings.lmcache)
+        children.append(_child(lmcache_options.CONNECTOR, options))
     if not children:
         raise SettingsError(
             "The pd connector has nothing to do: NIXL is not installed and no tier is configured; "

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from vllm_pd import side_channel
 from vllm_pd import vllm_compat as compat
 from vllm_pd.agent.identity import own_ip
-from vllm_pd.settings import WorkerSettings
+from vllm_pd.settings import LMCACHE, WorkerSettings
 from vllm_pd.side_channel import SideChannel
 from vllm_pd.transfer_config import nixl_installed
 
@@ -47,9 +47,10 @@ def describe(settings: WorkerSettings) -> str:
     tiers = [f"{settings.cpu_gib:g} GiB in host memory"] if settings.cpu_gib else []
     tiers += [f"{settings.ssd_gib:g} GiB on {settings.ssd_path}"] if settings.ssd_path else []
     store = f"store {settings.store!r}, namespace {settings.namespace}" if settings.store else "no store"
-    return f"role {settings.role}, {store}, " + (
-        f"KV tiers: {', '.join(tiers)}" if tiers else "no KV tier below GPU memory"
-    )
+    below = f"KV tiers: {', '.join(tiers)}" if tiers else "no KV tier below GPU memory"
+    if settings.offload == LMCACHE:
+        below = f"LMCache at {settings.lmcache_url} below GPU memory"
+    return f"role {settings.role}, {store}, {below}"
 
 
 def install_stat_logger() -> None:

@@ -167,8 +167,8 @@ def test_tiers_in_chunks_announce_each_block_of_a_chunk(options: dict[str, Any],
     from vllm_pd.settings import WorkerSettings
     from vllm_pd.transfer_config import child_configs
 
-    worker = WorkerSettings(store="redis://h:1", cpu_gib=1.0, offload=options)
+    worker = WorkerSettings(store="redis://h:1", cpu_gib=1.0, tiers=options)
     (tiers,) = child_configs(worker, nixl=False)
     assert tiers["kv_connector_extra_config"].get("self_describing_kv_events", False) is announced
-    (tiers,) = child_configs(WorkerSettings(cpu_gib=1.0, offload=options), nixl=False)
+    (tiers,) = child_configs(WorkerSettings(cpu_gib=1.0, tiers=options), nixl=False)
     assert "self_describing_kv_events" not in tiers["kv_connector_extra_config"]
