@@ -17,6 +17,7 @@ ROOMS = {
     "vllm_pd.connectors": "connectors",
     "vllm_pd.kv_offload": "kv_offload",
     "vllm_pd.kv_offload.block_io": "kv_offload/block_io",
+    "vllm_pd.kv_offload.policies": "kv_offload/policies",
     "vllm_pd.kv_offload.segments": "kv_offload/segments",
     "vllm_pd.router": "router",
 }

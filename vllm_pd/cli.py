@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_pd import __version__, explain_cli, queue_cli, serve_flags, store_cli
+from vllm_pd import __version__, explain_cli, queue_cli, serve_flags, store_cli, tiers_cli
 from vllm_pd.console import add_store_flags, print_table, store_settings
 from vllm_pd.errors import PDError
 from vllm_pd.settings import load_worker_settings
@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   vllm-pd mock-worker --count 4 --store URL           workers without a model, for tests and load
   vllm-pd store check                                 whether the index of KV blocks is what the workers say they hold
   vllm-pd queue ls                                    what waits for prefill, and who has what
+  vllm-pd tiers size --trace TRACE                    how much host memory and SSD this traffic is worth
 """
 
 
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     store_cli.add_parser(commands)
     queue_cli.add_parser(commands)
     explain_cli.add_parser(commands)
+    tiers_cli.add_parser(commands)
     sim_cli.add_parser(commands)
     mock_cli.add_parser(commands)
     return parser

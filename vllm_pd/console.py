@@ -1,4 +1,4 @@
-"""What the commands of `vllm-pd` share: how they are told of a store and of pools in it, and tables."""
+"""What the commands of `vllm-pd` share: how they are grouped and told of numbers, a store and its pools; tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from vllm_pd import layered, serve_flags
 from vllm_pd.errors import SettingsError
@@ -43,6 +43,69 @@ class Pool:
     def model(self) -> str:
         """The model of its workers; empty when none lives."""
         return self.workers[0].record.pool.model if self.workers else ""
+
+
+def add_group(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, examples: str
+) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Add a command that has commands of its own; they are added to what this returns, with `add_action`.
+
+    Args:
+        text: what the command does, as `--help` shows it.
+        examples: shown below the help, with the exit codes.
+    """
+    parser = commands.add_parser(name, help=text, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return parser.add_subparsers(required=True, metavar="ACTION")
+
+
+def add_action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    *,
+    examples: str = "",
+) -> argparse.ArgumentParser:
+    """Add one command of a group: `run` is called with the parsed arguments and returns the exit code."""
+    action = actions.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=examples or None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    action.set_defaults(run=run)
+    return action
+
+
+def positive(text: str) -> int:
+    """Type of an argument: a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def natural(text: str) -> int:
+    """Type of an argument: a whole number of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return value
+
+
+def number_list(kind: type[int] | type[float], *, zero: bool = False) -> Callable[[str], list[Any]]:
+    """Type of an argument: numbers above 0 (or `zero`), separated by commas."""
+
+    def parse(text: str) -> list[Any]:
+        values = [kind(part) for part in text.split(",")]
+        if not all(value > 0 or (zero and value == 0) for value in values):
+            raise argparse.ArgumentTypeError(f"every number must be {'at least' if zero else 'above'} 0")
+        return values
+
+    # Named in argparse's message about what cannot be parsed.
+    parse.__name__ = f"list of {kind.__name__}"
+    return parse
 
 
 def add_store_flags(parser: argparse.ArgumentParser) -> None:

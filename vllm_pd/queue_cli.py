@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_pd.console import Pool, add_pool_flag, add_store_flags, for_each_pool, print_table
+from vllm_pd.console import Pool, add_action, add_group, add_pool_flag, add_store_flags, for_each_pool, print_table
 from vllm_pd.state.base import WorkerId
 from vllm_pd.state.open_registry import open_prefill_queue
 from vllm_pd.state.prefill_payload import decode_request
@@ -29,20 +29,14 @@ _CANCELLED = "cancelled with vllm-pd queue cancel"
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser(
-        "queue",
-        help="show the prefill queue, or take a job out of it",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    actions = add_group(commands, "queue", "show the prefill queue, or take a job out of it", _EXAMPLES)
     for name, run, text in (
         ("ls", _ls, "streams with what waits and what is claimed, and the oldest jobs of each"),
         ("peek", _peek, "one job; without what the user wrote"),
         ("cancel", _cancel, "forget a job; the worker that has it stops"),
         ("dead", _dead, "the newest jobs that were given up, with the error of the last attempt"),
     ):
-        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        action = add_action(actions, name, run, text)
         add_store_flags(action)
         add_pool_flag(action)
         action.add_argument("--json", action="store_true", help="print JSON")
@@ -54,7 +48,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             action.add_argument(
                 "--show-prompt", action="store_true", help="print the body and headers too, which hold what users wrote"
             )
-        action.set_defaults(run=run)
 
 
 def _ls(args: argparse.Namespace) -> int:

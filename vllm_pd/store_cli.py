@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from vllm_pd.console import Pool, add_pool_flag, add_store_flags, for_each_pool, print_table
+from vllm_pd.console import Pool, add_action, add_group, add_pool_flag, add_store_flags, for_each_pool, print_table
 from vllm_pd.errors import SettingsError
 from vllm_pd.state.block_index import IndexStats, Tier
 from vllm_pd.state.index_check import CacheCheck, Verdict, check_pool
@@ -24,26 +24,19 @@ _TIERS = (Tier.GPU, Tier.CPU, Tier.SSD)
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser(
-        "store",
-        help="show, verify or empty the block index in the store",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    actions = add_group(commands, "store", "show, verify or empty the block index in the store", _EXAMPLES)
     for name, run, text in (
         ("stats", _stats, "caches, blocks by tier, memory and the event stream"),
         ("check", _check, "compare the index with what the live workers say they hold"),
         ("clear", _clear, "remove all blocks and events; workers announce theirs again"),
     ):
-        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        action = add_action(actions, name, run, text)
         add_store_flags(action)
         add_pool_flag(action)
         if name == "clear":
             action.add_argument("--yes", action="store_true", help="really do it")
         else:
             action.add_argument("--json", action="store_true", help="print one JSON array")
-        action.set_defaults(run=run)
 
 
 def _stats(args: argparse.Namespace) -> int:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_pd.console import print_table
+from vllm_pd.console import natural, number_list, positive, print_table
 from vllm_pd.errors import SettingsError
+from vllm_pd.sim.parallel import run_cells
 
 if TYPE_CHECKING:
     from vllm_pd.sim.cluster import ClusterConfig
@@ -59,8 +58,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="a trace in Mooncake's format")
-    parser.add_argument("--made-up", type=_positive, metavar="N", help="N made-up conversations instead of a trace")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N requests")
+    parser.add_argument("--made-up", type=positive, metavar="N", help="N made-up conversations instead of a trace")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
     cells = parser.add_argument_group("what to compare (lists, separated by commas)")
     cells.add_argument(
         "--policies",
@@ -68,9 +67,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="LIST",
         help="or `all`; default: %(default)s",
     )
-    cells.add_argument("--workers", type=_positive_list(int), metavar="LIST", help="numbers of workers; default: 4")
+    cells.add_argument("--workers", type=number_list(int), metavar="LIST", help="numbers of workers; default: 4")
     cells.add_argument(
-        "--speed", type=_positive_list(float), default=[1.0], metavar="LIST", help="arrivals so many times as fast"
+        "--speed", type=number_list(float), default=[1.0], metavar="LIST", help="arrivals so many times as fast"
     )
     cells.add_argument("--prefill", type=int, default=0, metavar="N", help="prefill workers")
     cells.add_argument("--decode", type=int, default=0, metavar="N", help="decode workers")
@@ -81,31 +80,31 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="when requests are split between them, as of vllm-pd-router; or `all`; default: %(default)s",
     )
     cells.add_argument(
-        "--max-local-prefill-tokens", type=_natural, metavar="N", help="of these rules, as of vllm-pd-router"
+        "--max-local-prefill-tokens", type=natural, metavar="N", help="of these rules, as of vllm-pd-router"
     )
     engine = parser.add_argument_group("workers")
     engine.add_argument(
-        "--gpu-blocks", type=_positive, default=2048, metavar="N", help="GPU cache; default: %(default)s"
+        "--gpu-blocks", type=positive, default=2048, metavar="N", help="GPU cache; default: %(default)s"
     )
-    engine.add_argument("--cpu-blocks", type=_natural, default=0, metavar="N", help="host memory tier; default: none")
-    engine.add_argument("--ssd-blocks", type=_natural, default=0, metavar="N", help="SSD tier; default: none")
-    engine.add_argument("--block-size", type=_positive, default=512, metavar="N", help="tokens; default: %(default)s")
+    engine.add_argument("--cpu-blocks", type=natural, default=0, metavar="N", help="host memory tier; default: none")
+    engine.add_argument("--ssd-blocks", type=natural, default=0, metavar="N", help="SSD tier; default: none")
+    engine.add_argument("--block-size", type=positive, default=512, metavar="N", help="tokens; default: %(default)s")
     engine.add_argument(
         "--hash-tokens",
-        type=_positive,
+        type=positive,
         default=512,
         metavar="N",
         help="tokens that a hash id stands for; default: %(default)s",
     )
     engine.add_argument(
         "--max-num-batched-tokens",
-        type=_positive,
+        type=positive,
         default=8192,
         metavar="N",
         help="as of vllm serve; default: %(default)s",
     )
     engine.add_argument(
-        "--max-num-seqs", type=_positive, default=256, metavar="N", help="as of vllm serve; default: %(default)s"
+        "--max-num-seqs", type=positive, default=256, metavar="N", help="as of vllm serve; default: %(default)s"
     )
     engine.add_argument(
         "--scheduling-policy",
@@ -137,7 +136,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--html", type=Path, metavar="FILE.html", help="write plot and table as one page (needs vllm-pd[plot])"
     )
     output.add_argument(
-        "--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="processes; default: one a core"
+        "--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes; default: one a core"
     )
     output.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.set_defaults(run=run)
@@ -145,12 +144,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Do what the command line says; returns the exit code."""
-    from vllm_pd.sim import plot
+    from vllm_pd.sim import page, plot
     from vllm_pd.sim.floor import floor
     from vllm_pd.sim.report import table
 
     if args.plot or args.html:
-        plot.require()
+        page.require_plots()
     trace = _trace(args)
     configs = _cells(args)
     if args.save_timing:
@@ -178,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         title = f"{name}, {len(trace)} requests"
         figure = plot.draw(reports, title)
         if args.plot:
-            plot.save_png(figure, args.plot)
+            page.save_png(figure, args.plot)
         if args.html:
             plot.save_html(figure, reports, title, args.html)
     return 1 if any(report.unfinished for report in reports) else 0
@@ -268,25 +267,7 @@ def simulate(
 
     `told` hears of each that is done, with how many that makes.
     """
-
-    def done(count: int, report: Report) -> None:
-        if told is not None:
-            told(count, report)
-
-    jobs = min(jobs, len(configs))
-    if jobs == 1:
-        reports = []
-        for config in configs:
-            reports.append(_simulate_one(trace, config))
-            done(len(reports), reports[-1])
-        return reports
-    # Forked, so that the trace is there without being copied.
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(jobs, context, _keep_trace, (trace,)) as pool:
-        futures = [pool.submit(_simulate_kept, config) for config in configs]
-        for count, future in enumerate(as_completed(futures), 1):
-            done(count, future.result())
-        return [future.result() for future in futures]
+    return run_cells(_simulate_one, trace, configs, jobs, told)
 
 
 def _simulate_one(trace: Sequence[TraceRequest], config: ClusterConfig) -> Report:
@@ -294,41 +275,3 @@ def _simulate_one(trace: Sequence[TraceRequest], config: ClusterConfig) -> Repor
     from vllm_pd.sim.report import summarize
 
     return summarize(Cluster(config).simulate(trace))
-
-
-_kept: Sequence[TraceRequest] = ()
-
-
-def _keep_trace(trace: Sequence[TraceRequest]) -> None:
-    global _kept
-    _kept = trace
-
-
-def _simulate_kept(config: ClusterConfig) -> Report:
-    return _simulate_one(_kept, config)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return value
-
-
-def _positive_list(kind: type[int] | type[float]) -> Callable[[str], list[Any]]:
-    def parse(text: str) -> list[Any]:
-        values = [kind(part) for part in text.split(",")]
-        if not all(value > 0 for value in values):
-            raise argparse.ArgumentTypeError("every number must be above 0")
-        return values
-
-    # Named in argparse's message about what cannot be parsed.
-    parse.__name__ = f"list of {kind.__name__}"
-    return parse

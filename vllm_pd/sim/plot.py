@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import html
-import importlib.util
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_pd.errors import SettingsError
+from vllm_pd.sim import page
 from vllm_pd.sim.report import Report, table
 
 if TYPE_CHECKING:
@@ -18,34 +15,9 @@ if TYPE_CHECKING:
 _TIERS = (("GPU", 1.0), ("CPU", 0.6), ("SSD", 0.3))
 """Tiers and how strongly their part of a bar is colored."""
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: #222; }}
-svg {{ max-width: 100%; height: auto; }}
-table {{ border-collapse: collapse; margin-top: 2em; }}
-th, td {{ padding: 0.25em 0.7em; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; }}
-tr.best td {{ font-weight: 600; }}
-</style></head><body>
-<h1>{title}</h1>
-{figure}
-<table><thead><tr>{head}</tr></thead><tbody>
-{rows}
-</tbody></table>
-<p>Times in milliseconds; bold: the lowest mean TTFT of its cluster and speed.</p>
-</body></html>
-"""
-
-
-def require() -> None:
-    """Raises SettingsError when plots cannot be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SettingsError("Plots need matplotlib; install vllm-pd[plot].")
-
 
 def draw(reports: Sequence[Report], title: str) -> Figure:
-    """The figure of at least one report. `require` says whether that is possible."""
+    """The figure of at least one report. `page.require_plots` says whether that is possible."""
     from matplotlib.figure import Figure
 
     cells = list(dict.fromkeys((report.cluster, report.speed) for report in reports))
@@ -69,35 +41,16 @@ def draw(reports: Sequence[Report], title: str) -> Figure:
     return figure
 
 
-def save_png(figure: Figure, path: Path) -> None:
-    """Write the figure. Raises OSError."""
-    figure.savefig(path, dpi=110)
-
-
 def save_html(figure: Figure, reports: Sequence[Report], title: str, path: Path) -> None:
-    """Write one file with the figure and the table that needs nothing else. Raises OSError."""
-    drawing = io.StringIO()
-    figure.savefig(drawing, format="svg", metadata={"Date": None})
-    svg = drawing.getvalue()
-    best: dict[tuple[str, float], Report] = {}
-    for report in reports:
+    """Write one file with the figure and the table that needs nothing else. Raises SettingsError."""
+    best: dict[tuple[str, float], int] = {}
+    for number, report in enumerate(reports):
         cell = (report.cluster, report.speed)
-        if cell not in best or report.ttft_mean < best[cell].ttft_mean:
-            best[cell] = report
+        if cell not in best or report.ttft_mean < reports[best[cell]].ttft_mean:
+            best[cell] = number
     head, *rows = table(reports)
-    marked = {id(report) for report in best.values()}
-    body = "\n".join(
-        ('<tr class="best">' if id(report) in marked else "<tr>") + _cells("td", row) + "</tr>"
-        for report, row in zip(reports, rows, strict=True)
-    )
-    path.write_text(
-        _PAGE.format(title=html.escape(title), figure=svg[svg.index("<svg") :], head=_cells("th", head), rows=body),
-        encoding="utf-8",
-    )
-
-
-def _cells(tag: str, row: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+    note = "Times in milliseconds; bold: the lowest mean TTFT of its cluster and speed."
+    page.save_html(path, title, figure, head, rows, best=set(best.values()), notes=(note,))
 
 
 def _draw_ttft(axis: Any, reports: Sequence[Report], colors: dict[str, str]) -> None:
