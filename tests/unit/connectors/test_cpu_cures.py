@@ -13,6 +13,9 @@ import pytest
 pytest.importorskip("nixl")
 pytest.importorskip("vllm")
 
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
 from vllm_pd import vllm_compat as compat
 from vllm_pd.connectors import cpu_cures
 from vllm_pd.connectors.cpu_cures import PROGRESS_DELAY_US, calm_nixl
@@ -95,3 +98,24 @@ def test_threads_started_within_get_the_cores_of_the_engine_process_and_the_main
         assert real(0) == own
     finally:
         os.sched_setaffinity(0, everything)
+
+
+def test_an_idle_reader_of_shared_memory_does_not_poll(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat.SpinCondition, "record_read", compat.SpinCondition.record_read)
+    cpu_cures.calm_queues()
+    writer = MessageQueue(n_reader=1, n_local_reader=1)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), rank=0)
+    waiter = threading.Thread(target=lambda: (writer.wait_until_ready(), writer.enqueue("first")))
+    waiter.start()
+    reader.wait_until_ready()
+    assert reader.dequeue(timeout=10) == "first"
+    waiter.join()
+    polls = []
+    monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: polls.append(1))
+    late = threading.Timer(0.2, writer.enqueue, ("second",))
+    late.start()
+    assert reader.dequeue(timeout=10) == "second"
+    late.join()
+    assert not polls
+    writer.shutdown()
+    reader.shutdown()
