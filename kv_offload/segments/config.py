@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_pd.errors import SettingsError
-from vllm_pd.kv_offload.segments.format import ALIGN, NAMESPACE_BYTES, aligned, smallest_segment
+from vllm_pd.kv_offload.segments.format import (
+    ALIGN,
+    MAX_KEY_BYTES,
+    NAMESPACE_BYTES,
+    aligned,
+    batch_header_bytes,
+    footer_bytes,
+    smallest_segment,
+)
 
-KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -29,7 +36,7 @@ class StoreConfig:
         budget_bytes: what all segments under `root` may take.
         floor_bytes: free space that is kept on the file system.
         max_segment_bytes: of a segment file; smaller where the budget is small (see `segment_bytes`).
-        batch_bytes: payload that is written at once, at least one block.
+        batch_bytes: payload that is written at once: at least one block, and never most of a segment.
         staging_bytes: memory in which blocks wait for the disk, taken at start.
         backlog_bytes: blocks that may wait for staging memory. What is put beyond it is refused: the disk is slower.
         put_wait_s: the longest that a block waits for staging memory, and its memory in the tier above is held.
@@ -37,7 +44,6 @@ class StoreConfig:
             power cut loses at most this; a crash of the process only what is being written.
         readers: threads that load; each has a buffer of `read_bytes`.
         read_bytes: what one reader reads at once; a longer load is shared by several readers.
-        piece_bytes: the largest single read or write; more pieces in flight are faster than large ones.
         rewrite_share: of an evicted segment's bytes, how much is kept by writing it again if it was used. Bounds write
             amplification to 1 / (1 - share).
         open_files: segment files kept open.
@@ -58,7 +64,6 @@ class StoreConfig:
     sync_bytes: int = 64 * MIB
     readers: int = 4
     read_bytes: int = 16 * MIB
-    piece_bytes: int = MIB
     rewrite_share: float = 0.25
     open_files: int = 256
     about: Mapping[str, str] = field(default_factory=dict)
@@ -73,8 +78,8 @@ class StoreConfig:
             raise ValueError(f"namespace must have {NAMESPACE_BYTES} bytes, got {len(self.namespace)}")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name must be the name of a visible folder, got {self.name!r}")
-        if self.block_bytes <= 0 or self.readers < 1 or self.piece_bytes % ALIGN or self.piece_bytes <= 0:
-            raise ValueError("block_bytes and readers must be positive, piece_bytes a positive multiple of 4096")
+        if self.block_bytes <= 0 or self.readers < 1:
+            raise ValueError("block_bytes and readers must be positive")
         if not 0 <= self.rewrite_share < 1:
             raise ValueError(f"rewrite_share must be at least 0 and below 1, got {self.rewrite_share}")
         least = _SEGMENTS_IN_BUDGET * smallest_segment(self.block_bytes)
@@ -99,3 +104,16 @@ class StoreConfig:
         """Of a segment file that is being written; a finished one may be smaller."""
         share = self.budget_bytes // _SEGMENTS_IN_BUDGET // ALIGN * ALIGN
         return max(smallest_segment(self.block_bytes), min(aligned(self.max_segment_bytes), share))
+
+    @property
+    def batch_blocks(self) -> int:
+        """The most blocks of a batch."""
+        count = max(1, min(self.batch_bytes, self.segment_bytes // 4) // self.stride)
+        while count > 1 and self._bytes_of(count) > self.segment_bytes:
+            count -= 1
+        return count
+
+    def _bytes_of(self, count: int) -> int:
+        """Of a segment with one batch of `count` blocks, whatever their keys."""
+        keys = count * MAX_KEY_BYTES
+        return ALIGN + batch_header_bytes(count, keys) + count * self.stride + footer_bytes(count, keys)

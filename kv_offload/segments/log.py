@@ -1,0 +1,341 @@
+"""The write side of the store: appends batches to segments, finishes segments, wins space back. One thread uses it.
+
+Orders that make any moment a good one to die:
+
+    segment   reserved, header written and synced, its name synced; then batches
+    batch     header and blocks in one write; its blocks enter the index when it has returned
+    footer    what is before it is synced; it is written and synced; then the file is cut to end with it
+    eviction  used blocks are written elsewhere and synced; the others leave the index; then the file is removed
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_pd.kv_offload.block_io.aligned import AlignedMemory
+from vllm_pd.kv_offload.block_io.base import BlockIO, OpenFile, Piece
+from vllm_pd.kv_offload.segments import checksum, folder, reclaim
+from vllm_pd.kv_offload.segments.batch import Batch, pieces
+from vllm_pd.kv_offload.segments.config import GIB, StoreConfig
+from vllm_pd.kv_offload.segments.counters import Complaints, Counters
+from vllm_pd.kv_offload.segments.files import OpenFiles
+from vllm_pd.kv_offload.segments.format import (
+    ALIGN,
+    Identity,
+    SegmentHeader,
+    encode_footer,
+    encode_header,
+    footer_bytes,
+)
+from vllm_pd.kv_offload.segments.index import Index, Segment
+from vllm_pd.kv_offload.segments.lock import FolderLock, holder
+from vllm_pd.kv_offload.segments.outcome import Reason
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BUDGET_LOCK_S = 1.0
+_EVICTIONS_FOR_A_BATCH = 8
+
+
+class NoRoom(Exception):
+    """There is no place for a new segment, and nothing may be evicted now. The message is a sentence's beginning."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """The segment that is being written.
+
+    Attributes:
+        file: open for writing; loads have their own.
+        end: where the next batch goes.
+        sequence: number of the next batch.
+        key_bytes: of all its keys.
+        unsynced: bytes written since the last sync.
+    """
+
+    segment: Segment
+    file: OpenFile
+    end: int = ALIGN
+    sequence: int = 0
+    key_bytes: int = 0
+    unsynced: int = 0
+
+
+class SegmentLog:
+    """
+    Args:
+        config: sizes and places.
+        io: moves the bytes.
+        index: where blocks appear and disappear.
+        files: open files that loads use.
+        first_id: of the next segment; above all there are.
+        free_bytes: of a file system; replaced by tests.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        io: BlockIO,
+        index: Index,
+        files: OpenFiles,
+        counters: Counters,
+        complaints: Complaints,
+        first_id: int,
+        free_bytes: Callable[[Path], int] = folder.free_bytes,
+    ) -> None:
+        self._config = config
+        self._io = io
+        self._index = index
+        self._files = files
+        self._counters = counters
+        self._complaints = complaints
+        self._next_id = first_id
+        self._free_bytes = free_bytes
+        self._limits = reclaim.Limits(config.budget_bytes, config.floor_bytes)
+        self._open: _Open | None = None
+        self.took_room = False
+        """A segment was begun, and room for the next one was not looked for since."""
+        self._undeleted: list[Path] = []
+        self._page = AlignedMemory(ALIGN)
+        self._rewrite_memory = AlignedMemory(Batch.bytes_for(config.batch_blocks, config.stride))
+
+    @property
+    def unsynced(self) -> int:
+        """Bytes that a power cut would lose."""
+        return self._open.unsynced if self._open else 0
+
+    def append(self, batch: Batch, *, may_evict: bool = True) -> None:
+        """Write a batch; its blocks are in the index afterwards.
+
+        Raises:
+            NoRoom: nothing was written.
+            OSError: the blocks are not stored. The segment was left for a new one.
+        """
+        log = self._with_room(batch, may_evict)
+        at, size = log.end, batch.disk_bytes
+        errors = self._io.write(batch.pieces(log.file, at, log.segment.identity, log.sequence))
+        if error := next((error for error in errors if error is not None), None):
+            self._abandon(log)
+            raise error
+        log.end += size
+        log.sequence += 1
+        log.key_bytes += batch.key_bytes
+        log.unsynced += size
+        self._index.add(log.segment, batch.entries(at), batch.heat)
+        if log.unsynced >= self._config.sync_bytes:
+            self.sync()
+
+    def sync(self) -> None:
+        """What was written survives a power cut from now on.
+
+        Raises:
+            OSError: it may not. The segment was left for a new one; its blocks are still checked at each load.
+        """
+        log = self._open
+        if log is None or not log.unsynced:
+            return
+        try:
+            self._io.sync(log.file)
+        except OSError:
+            self._abandon(log)
+            raise
+        log.unsynced = 0
+
+    def finish(self) -> None:
+        """Give the open segment its footer.
+
+        Raises:
+            OSError: it has none, and the next start finds its blocks by their batches.
+        """
+        if self._open is not None:
+            self._finish(self._open)
+
+    def seal(self, segment: Segment, file: OpenFile, end: int) -> None:
+        """Write a footer for all blocks of `segment` at `end`, and cut the file there. Closes `file`.
+
+        Raises:
+            OSError: as `finish`.
+        """
+        segment.sealed = True
+        try:
+            self._io.sync(file)
+            footer = encode_footer(segment.identity, segment.entries)
+            memory = AlignedMemory(len(footer))
+            memory.view[:] = footer
+            self._write(pieces(file, end, memory.address, len(footer)))
+            self._io.sync(file)
+            folder.cut_file(segment.path, end + len(footer))
+            segment.size = end + len(footer)
+        finally:
+            file.close()
+
+    def make_room(self, *, keep: bool = True) -> bool:
+        """Evict one segment if there is no room for a new one besides that which is being written.
+
+        Args:
+            keep: write its used blocks again.
+
+        Returns:
+            Whether one was removed, so that it is worth asking again.
+
+        Raises:
+            OSError: files cannot be looked at or removed.
+        """
+        self.took_room = False
+        while self._undeleted:
+            folder.remove_file(self._undeleted[-1])
+            self._undeleted.pop()
+        root, wanted = self._config.root, self._config.segment_bytes
+        usages, free = folder.usages(root), self._free_bytes(root)
+        used = sum(usage.bytes for usage in usages)
+        if not reclaim.missing(self._limits, used, free, wanted):
+            return False
+        if folder.remove_oldest_foreign(root, self._config.folder):
+            self._counters.add(foreign_segments_total=1)
+            return True
+        others = [usage for usage in usages if usage.path != self._config.folder and holder(usage.path) is not None]
+        own = self._index.used_bytes()
+        if not reclaim.is_ours_to_free(self._limits, used, free, wanted, own, len(others)):
+            return False
+        return self._evict(keep)
+
+    def _evict(self, keep: bool) -> bool:
+        segments = {s.id: s for s in self._index.segments() if s.sealed and not s.pins}
+        candidates = (reclaim.Candidate(s.id, len(s.heat), s.live, s.hot, s.used_at) for s in segments.values())
+        chosen = reclaim.victim(candidates, self._index.clock, self._config.budget_bytes // self._config.segment_bytes)
+        if chosen is None:
+            return False
+        segment = segments[chosen.id]
+        if keep and segment.hot:
+            self._rewrite(segment)
+        left = self._index.empty(segment)
+        self._counters.add(evicted_blocks_total=left)
+        if not self._index.drop(segment):
+            # A load began meanwhile. Without blocks it is the first choice next time.
+            return False
+        self._files.close(segment)
+        self._undeleted.append(segment.path)
+        folder.remove_file(segment.path)
+        self._undeleted.pop()
+        self._counters.add(evicted_segments_total=1)
+        return True
+
+    def _rewrite(self, segment: Segment) -> None:
+        """Its used blocks, as many as write amplification allows, are written again; errors cost only those blocks."""
+        config = self._config
+        most = int(segment.size * config.rewrite_share) // config.stride
+        numbers = reclaim.keep(segment.heat, self._index.live_blocks(segment), most)
+        try:
+            for first in range(0, len(numbers), config.batch_blocks):
+                batch = self._read_again(segment, numbers[first : first + config.batch_blocks])
+                if len(batch):
+                    self.append(batch, may_evict=False)
+                    self._counters.add(rewritten_blocks_total=len(batch), written_bytes_total=batch.disk_bytes)
+            # Only now may the old ones go.
+            self.sync()
+        except NoRoom:
+            return
+        except OSError as e:
+            self._complaints.say("rewrite", f"used blocks of {segment.path} could not be kept ({e}).")
+
+    def _read_again(self, segment: Segment, numbers: list[int]) -> Batch:
+        config, entries = self._config, segment.entries
+        batch = Batch(self._rewrite_memory.view, config.batch_blocks, config.stride)
+        with self._files.lease(segment) as file:
+            errors = self._io.read(
+                [
+                    Piece(file, segment.offset(number), batch.block_address(i), config.stride)
+                    for i, number in enumerate(numbers)
+                ]
+            )
+        good = batch.refill(
+            config.namespace,
+            [entries.keys[number] for number in numbers],
+            [entries.checksums[number] for number in numbers],
+            [error is None for error in errors],
+        )
+        batch.heat = bytes(segment.heat[numbers[i]] // 2 for i in good)
+        self._counters.count(self._counters.puts_lost, Reason.CORRUPT, len(numbers) - len(good))
+        return batch
+
+    def _with_room(self, batch: Batch, may_evict: bool) -> _Open:
+        log = self._open
+        if log is not None:
+            count = len(log.segment.entries.keys) + len(batch)
+            needed = log.end + batch.disk_bytes + footer_bytes(count, log.key_bytes + batch.key_bytes)
+            if needed <= self._config.segment_bytes:
+                return log
+            try:
+                self._finish(log)
+            except OSError as e:
+                self._complaints.say("footer", f"{log.segment.path} could not be finished ({e}).")
+        for _ in range(_EVICTIONS_FOR_A_BATCH if may_evict else 0):
+            if self._has_room() or not self.make_room(keep=False):
+                break
+        self._open = self._begin()
+        return self._open
+
+    def _has_room(self) -> bool:
+        root = self._config.root
+        used = sum(usage.bytes for usage in folder.usages(root))
+        return not reclaim.missing(self._limits, used, self._free_bytes(root), self._config.segment_bytes)
+
+    def _begin(self) -> _Open:
+        """A new segment. Between looking for room and taking it, no other process does so."""
+        config = self._config
+        lock = FolderLock.take(config.root, _BUDGET_LOCK_S, folder.BUDGET_LOCK)
+        if lock is None:
+            raise NoRoom(f"another process does not let go of {config.root / folder.BUDGET_LOCK}")
+        try:
+            if not self._has_room():
+                raise NoRoom(f"{config.root} has no room within {config.budget_bytes / GIB:.2f} GiB")
+            identity = Identity(self._next_id, secrets.randbits(64))
+            self._next_id += 1
+            path = config.folder / folder.segment_name(identity.segment_id)
+            file = self._io.open(path, create_bytes=config.segment_bytes)
+        except OSError as e:
+            if e.errno in _FULL:
+                raise NoRoom(f"the disk of {config.root} is full") from e
+            raise
+        finally:
+            lock.release()
+        header = SegmentHeader(
+            identity, config.namespace, config.block_bytes, config.segment_bytes, time.time(), checksum.KIND
+        )
+        try:
+            self._page.view[:] = encode_header(header)
+            self._write(pieces(file, 0, self._page.address, ALIGN))
+            self._io.sync(file)
+            folder.sync_folder(config.folder)
+        except OSError:
+            file.close()
+            with suppress(OSError):
+                folder.remove_file(path)
+            raise
+        self.took_room = True
+        return _Open(self._index.open_segment(identity, path, config.segment_bytes), file)
+
+    def _finish(self, log: _Open) -> None:
+        self._open = None
+        if log.segment.entries.keys:
+            self.seal(log.segment, log.file, log.end)
+            return
+        log.segment.sealed = True
+        log.file.close()
+        if self._index.drop(log.segment):
+            folder.remove_file(log.segment.path)
+
+    def _abandon(self, log: _Open) -> None:
+        """After an error: no more is written here, and what is whole is kept if the disk still takes a footer."""
+        with suppress(OSError):
+            self._finish(log)
+
+    def _write(self, batch: list[Piece]) -> None:
+        for error in self._io.write(batch):
+            if error is not None:
+                raise error
