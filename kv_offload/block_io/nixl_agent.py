@@ -116,7 +116,8 @@ class NixlAgent:
             try:
                 state = self._agent.check_xfer_state(handle)
             except Exception:
-                # From 1.5 on (`choose` takes no older one) NIXL says so when the last request is over, not before.
+                # From 1.5 on (`choose` takes no older one) NIXL says so when nothing is under way any more, and drops
+                # what it had not begun.
                 return False
             if pause < LAST_PAUSE_S:
                 pause = min(pause * PAUSE_FACTOR, LAST_PAUSE_S)
