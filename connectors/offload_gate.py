@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vllm_pd.connectors.engine_measures import KNOWN_LOADS, EngineMeasures
 from vllm_pd.kv_offload import gate_metrics
-from vllm_pd.kv_offload.cost_gate import Beliefs, Decision, Prompt, Reason, Run, Tier, break_even_tokens, decide, told
+from vllm_pd.kv_offload.cost_gate import (
+    Beliefs,
+    Decision,
+    Mode,
+    Prompt,
+    Reason,
+    Run,
+    Tier,
+    break_even_tokens,
+    decide,
+    told,
+)
 from vllm_pd.kv_offload.gate_memory import GateMemory
 from vllm_pd.kv_offload.load_rates import LoadRate
 from vllm_pd.vllm_compat import (
@@ -35,9 +46,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
-AUTO, ALWAYS, NEVER = "auto", "always", "never"
-MODES = (AUTO, ALWAYS, NEVER)
 
 _LEAST_PATIENCE_S = 0.02
 """A load is waited for at least so long: the engine looks for it between two steps only."""
@@ -82,11 +90,11 @@ class OffloadGate:
 
     Args:
         scheduler: the scheduler half of vLLM's offloading connector.
-        mode: `auto`, or `always` or `never` to load whatever it costs or nothing.
+        mode: who decides.
         step_tokens: most prompt tokens of one step.
     """
 
-    def __init__(self, scheduler: OffloadingConnectorScheduler, mode: str, step_tokens: int) -> None:
+    def __init__(self, scheduler: OffloadingConnectorScheduler, mode: Mode, step_tokens: int) -> None:
         self._scheduler = scheduler
         self._mode = mode
         self._step_tokens = step_tokens
@@ -136,7 +144,7 @@ class OffloadGate:
         if asked.waits_since is None:
             asked.waits_since, asked.busy_s = now, self._measures.busy_s
             return False
-        if self._mode != AUTO or asked.late or now - asked.waits_since < self._patience_s(asked):
+        if self._mode is not Mode.AUTO or asked.late or now - asked.waits_since < self._patience_s(asked):
             return False
         prompt = asked.decision.prompt
         ready = 0
@@ -253,15 +261,15 @@ class OffloadGate:
         return Prompt(tokens, computed, block_tokens, tuple(runs))
 
     def _decide(self, prompt: Prompt, beliefs: Beliefs) -> Decision:
-        if self._mode == AUTO:
+        if self._mode is Mode.AUTO:
             return decide(prompt, beliefs, refused=self._memory.refused, probe=self._memory.due)
-        load = sum(run.blocks for run in prompt.runs) if self._mode == ALWAYS else 0
+        load = sum(run.blocks for run in prompt.runs) if self._mode is Mode.ALWAYS else 0
         return told(prompt, beliefs, load, Reason.ALWAYS, Reason.NEVER)
 
     def _limit(self, asked: _Asked) -> int | None:
         """Tokens that the lookup may add."""
         decision = asked.decision
-        if decision.loads_all and self._mode != NEVER:
+        if decision.loads_all and self._mode is not Mode.NEVER:
             return asked.own_limit
         limit = decision.prompt.end_of(decision.blocks) - asked.computed
         return limit if asked.own_limit is None else min(limit, asked.own_limit)

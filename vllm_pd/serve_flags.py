@@ -37,7 +37,7 @@ HASH_ALGO = "sha256_cbor"
 """Pinned for every pd worker, so that workers and routers compute the same block hashes."""
 
 
-_CHOICES = {"role": "{prefill,decode,both}", "offload": "{tiers,lmcache,none}"}
+_CHOICES = {"role": "{prefill,decode,both}", "offload": "{tiers,lmcache,none}", "load_gate": "{auto,always,never}"}
 
 
 def environment_names() -> tuple[str, ...]:

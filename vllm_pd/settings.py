@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from vllm_pd import layered, lmcache_options, parsers
 from vllm_pd.errors import SettingsError
+from vllm_pd.kv_offload.cost_gate import Mode
 from vllm_pd.layered import Resolved, setting
 from vllm_pd.state.base import Role
 
@@ -98,6 +100,14 @@ class WorkerSettings:
         parse=layered.number(0, high=1 << 30),
         default=0.0,
     )
+    load_gate: Mode = setting(
+        help="auto: a prompt's blocks are loaded from the tiers where that is expected to beat computing them; "
+        "always, never: whatever it costs, or not at all",
+        env="VLLM_PD_LOAD_GATE",
+        flag="--pd-load-gate",
+        parse=lambda raw: Mode(layered.choice(*Mode)(raw)),
+        default=Mode.AUTO,
+    )
     lmcache_url: str = setting(
         help="LMCache server that --pd-offload lmcache uses",
         env="VLLM_PD_LMCACHE_URL",
@@ -146,7 +156,7 @@ class WorkerSettings:
     def to_extra_config(self) -> dict[str, Any]:
         """The `kv_connector_extra_config` that `from_extra_config` turns back into an equal object."""
         return {
-            name: str(value) if isinstance(value, Role) else dict(value) if isinstance(value, Mapping) else value
+            name: str(value) if isinstance(value, StrEnum) else dict(value) if isinstance(value, Mapping) else value
             for name in layered.settings_of(WorkerSettings)
             if (value := getattr(self, name)) not in ("", {}, 0.0)
         }
@@ -181,7 +191,7 @@ def check(settings: WorkerSettings) -> None:
         raise SettingsError("--pd-ssd-path has no size; add --pd-ssd-gib with the GiB it may use.")
     if settings.ssd_path and not settings.cpu_gib:
         raise SettingsError("--pd-ssd-path needs a CPU tier above it; add --pd-cpu-gib.")
-    overlap = {"kv_connector", "engine_id", "kv_role"} & (set(settings.nixl) | set(settings.tiers))
+    overlap = {"kv_connector", "engine_id", "kv_role", "load_gate"} & (set(settings.nixl) | set(settings.tiers))
     if overlap:
         raise SettingsError(f"nixl and tiers options cannot set {', '.join(sorted(overlap))}; remove it.")
     _check_offload(settings)

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_pd import lmcache_options
 from vllm_pd import settings as s
 from vllm_pd.errors import SettingsError
+from vllm_pd.kv_offload.cost_gate import Mode
 from vllm_pd.state.base import Role
 from vllm_pd.vllm_compat import KVTransferConfig, is_nixl_available, vllm_config_class
 
@@ -53,6 +54,8 @@ def child_configs(settings: s.WorkerSettings, *, nixl: bool) -> list[dict[str, A
         children.append(_child(NIXL, settings.nixl))
     if settings.has_tiers:
         offload: dict[str, Any] = {"spec_name": "PDOffloadingSpec", "cpu_bytes_to_use": settings.cpu_bytes}
+        if settings.load_gate is not Mode.AUTO:
+            offload["load_gate"] = str(settings.load_gate)
         if settings.ssd_path:
             offload["spec_name"] = "PDTieringOffloadingSpec"
             offload["ssd"] = {"path": settings.ssd_path, "gib": settings.ssd_gib}
