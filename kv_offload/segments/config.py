@@ -20,6 +20,9 @@ from vllm_pd.kv_offload.segments.format import (
 MIB = 1 << 20
 GIB = 1 << 30
 
+BATCH_BYTES = 8 * MIB
+SYNC_BYTES = 64 * MIB
+
 _SEGMENTS_IN_BUDGET = 8
 """One of them is kept free to write to while another is being emptied, so fewer would waste much of a small budget."""
 
@@ -57,11 +60,11 @@ class StoreConfig:
     budget_bytes: int
     floor_bytes: int
     max_segment_bytes: int = 256 * MIB
-    batch_bytes: int = 8 * MIB
+    batch_bytes: int = BATCH_BYTES
     staging_bytes: int = 64 * MIB
     backlog_bytes: int = GIB
     put_wait_s: float = 2.0
-    sync_bytes: int = 64 * MIB
+    sync_bytes: int = SYNC_BYTES
     readers: int = 4
     read_bytes: int = 16 * MIB
     rewrite_share: float = 0.25

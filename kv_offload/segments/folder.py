@@ -54,25 +54,41 @@ def segment_name(segment_id: int) -> str:
     return f"segment-{segment_id:012d}.kv"
 
 
-def lock_namespace(root: Path, folder: Path, timeout_s: float) -> FolderLock:
-    """Make both folders, private to this user, and lock `folder`.
+def make_folders(root: Path, folder: Path) -> None:
+    """Both private to this user.
 
     Raises:
-        SettingsError: they cannot be made, or another process uses this namespace; says what to do.
+        SettingsError: they cannot be made.
     """
-    lock = None
     try:
         for path in (root, folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.chmod(0o700)
+    except OSError as e:
+        raise unusable(folder, e) from None
+
+
+def unusable(folder: Path, error: OSError) -> SettingsError:
+    """What to tell a user whose folder does not do."""
+    return SettingsError(
+        f"The SSD tier cannot use {folder} ({error.strerror}); give --pd-ssd-path a folder that this user can write."
+    )
+
+
+def lock_namespace(root: Path, folder: Path, timeout_s: float) -> FolderLock:
+    """Make both folders and lock `folder`.
+
+    Raises:
+        SettingsError: they cannot be made, or another process uses this namespace; says what to do.
+    """
+    make_folders(root, folder)
+    try:
         lock = FolderLock.take(folder, timeout_s)
     except FileNotFoundError:
         # Another process, short of space, saw an unused and empty namespace and removed it.
         return lock_namespace(root, folder, timeout_s)
     except OSError as e:
-        raise SettingsError(
-            f"The SSD tier cannot use {folder} ({e.strerror}); give --pd-ssd-path a folder that this user can write."
-        ) from None
+        raise unusable(folder, e) from None
     if lock is None:
         pid = holder(folder)
         who = f"process {pid}" if pid else "another process"

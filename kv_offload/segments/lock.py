@@ -1,4 +1,4 @@
-"""One process for each namespace: an advisory lock on a file, held for life; the kernel lets go of it with the process."""
+"""One process for each namespace: an advisory lock on a file, held for life. The kernel ends it with the process."""
 
 from __future__ import annotations
 

@@ -111,6 +111,14 @@ def intact(read: Read, found: Found, first: int, portion: int) -> Iterator[tuple
         number = last
 
 
+def tail_start(found: Found, tail: int) -> int:
+    """Number of the first block that lies in the last `tail` bytes before the end."""
+    first = len(found.entries.keys)
+    while first and found.entries.offsets[first - 1] * ALIGN >= found.end - tail:
+        first -= 1
+    return first
+
+
 def without_torn(read: Read, found: Found, tail: int, portion: int) -> Found:
     """An unfinished segment without those of its last blocks that are not intact.
 
@@ -121,10 +129,7 @@ def without_torn(read: Read, found: Found, tail: int, portion: int) -> Found:
     Raises:
         OSError: the blocks cannot be read.
     """
-    entries = found.entries
-    first = len(entries.keys)
-    while first and entries.offsets[first - 1] * ALIGN >= found.end - tail:
-        first -= 1
+    entries, first = found.entries, tail_start(found, tail)
     good = [*range(first), *(number for number, whole in intact(read, found, first, portion) if whole)]
     if len(good) == len(entries.keys):
         return found

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload import byte_copy
 from vllm_pd.kv_offload.block_io.base import BlockIO
 from vllm_pd.kv_offload.segments import checksum, folder
@@ -66,10 +65,7 @@ class SegmentStore:
             self._found = folder.segment_files(config.folder)
         except OSError as e:
             self._lock.release()
-            raise SettingsError(
-                f"The SSD tier cannot use {config.folder} ({e.strerror}); give --pd-ssd-path a folder that this user "
-                "can write."
-            ) from None
+            raise folder.unusable(config.folder, e) from None
         first_id = self._found[-1].id + 1 if self._found else 0
         self._log = SegmentLog(config, io, self._index, self._files, self._counters, self._complaints, first_id)
         self._staging = Staging(config, self._results, self._counters, clock)
