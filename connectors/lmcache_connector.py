@@ -31,7 +31,7 @@ from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextP
 from vllm_pd import lmcache_options
 from vllm_pd.connectors.lmcache_keys import KeySpace, why_not
 from vllm_pd.errors import SettingsError, UnsupportedLMCacheError
-from vllm_pd.kv_offload.ssd_config import model_identity, namespace
+from vllm_pd.kv_offload.ssd_namespace import model_identity, namespace
 from vllm_pd.vllm_compat import KVConnectorRole, RequestStatus, build_offloading_config
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class PDLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
             _refuse_without(f"{type(adapter).__name__}.{name}" for name in _ADAPTER if not hasattr(adapter, name))
         else:
             identity = namespace(build_offloading_config(quiet, kv_cache_config), model_identity(vllm_config))
-            self._keys = KeySpace(f"{identity}, {vllm_config.cache_config.block_size} tokens a block")
+            self._keys = KeySpace(identity.digest.hex())
         self._said: set[str] = set()
 
     # Of the scheduler.
