@@ -280,7 +280,7 @@ class Cluster:
         env = SETTINGS | {
             "VLLM_PD_ADVERTISE_URL": url,
             "PHASE_TRACE": str(self._trace(name)),
-            "PYTHONPATH": str(_TRACING),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(_TRACING), os.environ.get("PYTHONPATH")))),
         }
         engine = EngineSpec(
             str(self._folder),
