@@ -21,23 +21,26 @@ import msgspec
 from vllm_pd import settings as s
 from vllm_pd import side_channel, transfer_config
 from vllm_pd.connectors import event_flush
-from vllm_pd.connectors.cpu_cures import calm_nixl
+from vllm_pd.connectors.cpu_cures import calm_nixl, calm_queues
 from vllm_pd.connectors.farewells import Farewells
 from vllm_pd.connectors.handoff_arrivals import HandoffArrivals
 from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, MARGIN_S, HandoffLease, is_handoff
 from vllm_pd.connectors.handoff_params import Wanted, problem
 from vllm_pd.connectors.held_blocks import HeldBlocks
+from vllm_pd.connectors.offload_gate import OffloadGate
 from vllm_pd.connectors.pd_metadata import PDMetadata
 from vllm_pd.connectors.read_leases import Blocks, ReadLease, ReadLeases
 from vllm_pd.connectors.send_leases import SendLeases
 from vllm_pd.errors import SettingsError
 from vllm_pd.given_up import GivenUp, Handoff, given_up
 from vllm_pd.holds import hold_key, released_keys
-from vllm_pd.kv_offload.ssd_config import model_identity
+from vllm_pd.kv_offload.cost_gate import Mode
+from vllm_pd.kv_offload.ssd_namespace import model_identity
 from vllm_pd.vllm_compat import (
     KVConnectorRole,
     KVTransferConfig,
     MultiConnector,
+    MultiKVConnectorStats,
     OffloadingSpecFactory,
 )
 
@@ -47,8 +50,10 @@ if TYPE_CHECKING:
         KVConnectorHandshakeMetadata,
         KVConnectorTransferResults,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -75,11 +80,12 @@ class PDConnector(MultiConnector):
             )
         expanded = copy.copy(vllm_config)
         expanded.kv_transfer_config = expand(vllm_config.kv_transfer_config, model_identity(vllm_config))
-        nixl = _index_of_nixl(expanded.kv_transfer_config)
+        nixl = _index_of(transfer_config.NIXL, expanded.kv_transfer_config)
         if role is KVConnectorRole.SCHEDULER and side_channel.PORT_ENV not in os.environ:
             # Started from Python, without `vllm serve`: nobody has chosen a side channel yet.
             rank = vllm_config.parallel_config.data_parallel_index
             side_channel.ensure((), first_rank=rank)
+        calm_queues()
         with calm_nixl() if nixl is not None else nullcontext():
             super().__init__(expanded, role, kv_cache_config)
         self._nixl = nixl
@@ -89,6 +95,14 @@ class PDConnector(MultiConnector):
         self._arrivals = HandoffArrivals()
         self._farewells = Farewells()
         self._new_leases: list[ReadLease] = []
+        self._tiers = _index_of(transfer_config.OFFLOADING, expanded.kv_transfer_config)
+        self._gate: OffloadGate | None = None
+        if self._tiers is not None and role is KVConnectorRole.SCHEDULER:
+            self._gate = OffloadGate(
+                self.sub_connectors[self._tiers].connector_scheduler,
+                Mode(_options(expanded.kv_transfer_config, self._tiers).get("load_gate", Mode.AUTO)),
+                vllm_config.scheduler_config.max_num_batched_tokens,
+            )
         # Of the worker half.
         self._reads = ReadLeases()
         self._sends: SendLeases | None = None
@@ -127,11 +141,22 @@ class PDConnector(MultiConnector):
         # Only as long as nobody asked for the blocks: vLLM takes the mark off when it does.
         if is_handoff(params) and self._lease.is_stale(request.request_id, time.monotonic()):
             self._compute_anew(request, "it waited for longer than the prefill worker's lease is known to hold")
+        if self._gate is not None:
+            self._gate.before_lookup(request, num_computed_tokens, handed_over=is_handoff(params))
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._gate is not None and self._gate.ask_again(request, matched[0], time.monotonic()):
+            matched = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return matched
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._gate is not None:
+            self._gate.allocated(request, time.monotonic())
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         meta = super().build_connector_meta(scheduler_output)
+        if self._gate is not None:
+            self._gate.scheduled(scheduler_output, time.monotonic())
         if self._nixl is None:
             return meta
         if meta.metadata[self._nixl].heartbeat_by_engine:
@@ -141,7 +166,28 @@ class PDConnector(MultiConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._held.gone(connector_output.finished_sending or ())
+        meta = connector_output.kv_connector_worker_meta
+        if self._gate is not None and meta is not None and (tiers := meta.metadata[self._tiers]) is not None:
+            self._gate.transferred(tiers)
         super().update_connector_output(connector_output)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats = super().get_kv_connector_stats()
+        if self._gate is None:
+            return stats
+        # The scheduler takes these in after each step, and after the step's transfers.
+        now = time.monotonic()
+        self._gate.step_ended(now)
+        if (counted := self._gate.take_stats(now)) is not None:
+            stats = MultiKVConnectorStats() if stats is None else stats
+            before = stats.data.get(transfer_config.OFFLOADING)
+            stats.data[transfer_config.OFFLOADING] = counted if before is None else before.aggregate(counted)
+        return stats
+
+    def reset_cache(self) -> bool:
+        if self._gate is not None:
+            self._gate.reset()
+        return bool(super().reset_cache())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._nixl is None or self._sends is None:
@@ -205,7 +251,7 @@ class PDConnector(MultiConnector):
         if self._nixl is None:
             return
         nixl = self.sub_connectors[self._nixl].connector_scheduler
-        if told.engine != nixl.engine_id:
+        if not told.is_for(nixl.engine_id):
             return
         for handoff in told.handoffs:
             left_s = handoff.pd_lease_until_ms / 1000 - wall
@@ -255,6 +301,8 @@ class PDConnector(MultiConnector):
         now = time.monotonic()
         self._farewells.finished(request.kv_transfer_params, now)
         self._arrivals.ended(request.request_id, now)
+        if self._gate is not None:
+            self._gate.finished(request.request_id)
 
     def _stamped(
         self, request: Request, keep_blocks: bool, params: dict[str, Any] | None
@@ -285,7 +333,7 @@ def expand(config: KVTransferConfig, identity: str = "") -> KVTransferConfig:
     """The same configuration in MultiConnector's form: `connectors` lists the children. Idempotent.
 
     Args:
-        identity: digest of what changes KV bytes, see `ssd_config.model_identity`; separates folders of the SSD tier.
+        identity: digest of what changes KV bytes, see `ssd_namespace.model_identity`; separates folders of the SSD tier.
     """
     if "connectors" in config.kv_connector_extra_config:
         return config
@@ -313,15 +361,19 @@ def _children(extra: Mapping[str, Any], kv_role: str | None) -> list[dict[str, A
     return transfer_config.child_configs(settings, nixl=transfer_config.check_nixl(settings))
 
 
-def _index_of_nixl(config: KVTransferConfig) -> int | None:
-    """Which child is NIXL; None without one."""
+def _index_of(name: str, config: KVTransferConfig) -> int | None:
+    """Which child is the connector of that name; None without one."""
     names = [child["kv_connector"] for child in config.kv_connector_extra_config["connectors"]]
-    return names.index(transfer_config.NIXL) if transfer_config.NIXL in names else None
+    return names.index(name) if name in names else None
+
+
+def _options(config: KVTransferConfig, child: int) -> Mapping[str, Any]:
+    options: Mapping[str, Any] = config.kv_connector_extra_config["connectors"][child]["kv_connector_extra_config"]
+    return options
 
 
 def _lease_duration(config: KVTransferConfig) -> float:
-    index = _index_of_nixl(config)
+    index = _index_of(transfer_config.NIXL, config)
     if index is None:
         return DEFAULT_LEASE_S
-    options = config.kv_connector_extra_config["connectors"][index]["kv_connector_extra_config"]
-    return float(options.get("kv_lease_duration", DEFAULT_LEASE_S))
+    return float(_options(config, index).get("kv_lease_duration", DEFAULT_LEASE_S))

@@ -14,6 +14,7 @@ from vllm_pd.router.continuable import read_body, wants_ids, why_not
 from vllm_pd.router.decision import PromptKind, Reason
 from vllm_pd.router.demand import BadOverride, Demand, DemandReader
 from vllm_pd.router.directory import Directory
+from vllm_pd.router.give_up import Handed
 from vllm_pd.router.prompt_reading import PromptReader
 from vllm_pd.router.replies import send_error
 from vllm_pd.router.request_fields import read_fields, read_model
@@ -74,8 +75,8 @@ class Call:
     """Hand-off parameters as raw JSON, as long as a decode worker may read by them."""
     prefilled_on: WorkerId | None = None
     prefilled_pool: PoolId | None = None
-    handed: bool = False
-    """Whether a decode worker may have got hand-off parameters: from then on the blocks are its to release."""
+    handed: Handed | None = None
+    """The hand-off parameters that a decode worker may have got: from then on the blocks are its to release."""
     reserved: Attempt | None = None
     """The decode leg that was planned, counted on its engine and not sent yet."""
     tried: set[WorkerId] = field(default_factory=set)

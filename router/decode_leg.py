@@ -5,6 +5,8 @@
   back until then). Transfer parameters go along only if the first worker cannot have used them: it reads them once.
 - A worker that gives no sign of life meanwhile: the health watch ends the leg, and another worker gets the request.
   So it does with a leg that reads KV from such a worker; the same one may get the request again, to compute all of it.
+- It ends before that byte, in whatever way, and the worker was sent transfer parameters: the worker is told that nobody
+  wants that hand-off any more (`give_up`).
 - It fails later: the client's stream is continued elsewhere or ends with an error event (`continuation`), or is cut
   where no event can be sent.
 Every retry chooses again, without the workers that failed.
@@ -21,8 +23,10 @@ from http import HTTPStatus
 from vllm_pd.router.attempt import Attempt
 from vllm_pd.router.call import Call, nothing_decodes
 from vllm_pd.router.directory import Directory
+from vllm_pd.router.give_up import GiveUps, Handed
+from vllm_pd.router.headers import rank_in
 from vllm_pd.router.health import SOURCE_DOWN
-from vllm_pd.router.leg_request import decode_request, names_rank
+from vllm_pd.router.leg_request import decode_request, names_rank, own_authorization
 from vllm_pd.router.metrics import RouterMetrics, status_name
 from vllm_pd.router.placement import Placement, Placer
 from vllm_pd.router.relay import Relay
@@ -110,6 +114,7 @@ class DecodeLeg:
         relay: Relay,
         legs: Legs,
         budget: RetryBudget,
+        give_ups: GiveUps,
         metrics: RouterMetrics,
     ) -> None:
         self._settings = settings
@@ -119,6 +124,7 @@ class DecodeLeg:
         self._relay = relay
         self._legs = legs
         self._budget = budget
+        self._give_ups = give_ups
         self._metrics = metrics
 
     async def run(self, call: Call) -> None:
@@ -187,6 +193,8 @@ class DecodeLeg:
             attempt.end(tokens)
             if answer is not None:
                 answer.close()
+            if attempt.remote and call.handed is not None and not leg.begun:
+                self._give_ups.give_up(call.handed)
 
     def _failure(self, worker: Worker, call: Call, error: UpstreamError, *, begun: bool) -> _Failure:
         """What a leg that failed before the client got anything says of its worker, and of the request."""
@@ -325,7 +333,9 @@ class DecodeLeg:
         body, headers = decode_request(self._settings, attempt, call)
         self._metrics.overhead_seconds.observe(time.monotonic() - call.ready - call.prefill_took)
         self._directory.note_sent(attempt.worker)
-        before, call.handed = call.handed, call.handed or attempt.remote
+        if attempt.remote and call.params is not None:
+            own = own_authorization(self._settings, call)
+            call.handed = Handed(attempt.worker.record, rank_in(headers), call.params, own)
         try:
             return await self._upstream.open(
                 call.request.method,
@@ -337,7 +347,8 @@ class DecodeLeg:
                 leg.wait,
             )
         except ConnectFailed:
-            call.handed = before
+            # Parameters that an earlier worker may have got are not sent to another one.
+            call.handed = None if attempt.remote else call.handed
             raise
 
     def _note_first(self, attempt: Attempt, answer: UpstreamResponse, call: Call) -> None:

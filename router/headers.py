@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_pd.router.transport import Headers
+from vllm_pd.router.transport import Headers, header
 
 _HOP_BY_HOP = frozenset(
     {
@@ -21,7 +21,8 @@ _HOP_BY_HOP = frozenset(
 _OWN_OF_REQUEST = _HOP_BY_HOP | {"host", "content-length", "expect"}
 
 REQUEST_ID = "X-Request-Id"
-
+RANK_HEADER = "X-data-parallel-rank"
+"""By it vLLM's API server passes a request to one of its engines."""
 
 _USUAL_CONNECTION = frozenset({"close", "keep-alive", ""})
 
@@ -38,6 +39,12 @@ def _without(headers: Headers, drop: frozenset[str]) -> Headers:
             out.append(pair)
     named -= _USUAL_CONNECTION
     return [pair for pair in out if pair[0].lower() not in named] if named else out
+
+
+def rank_in(headers: Headers) -> int | None:
+    """The engine that is named; None if none is, or not by a number."""
+    rank = header(headers, RANK_HEADER.lower()) or ""
+    return int(rank) if rank.isdecimal() else None
 
 
 def to_worker(headers: Headers, *, worker_key: str, request_id: str | None) -> Headers:

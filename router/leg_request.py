@@ -8,13 +8,10 @@ from vllm_pd.router.attempt import Attempt, Placed
 from vllm_pd.router.call import Call
 from vllm_pd.router.continuable import asking_ids
 from vllm_pd.router.decision import Reason
-from vllm_pd.router.headers import to_worker
+from vllm_pd.router.headers import RANK_HEADER, to_worker
 from vllm_pd.router.legs import PRIORITY_HEADER, combined_priority, decode_body, own_priority, prioritised_body
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import Headers, header
-
-RANK_HEADER = "X-data-parallel-rank"
-"""By it vLLM's API server passes a request to one of its engines."""
 
 
 def names_rank(call: Call) -> bool:

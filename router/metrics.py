@@ -108,6 +108,13 @@ class RouterMetrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.given_up = Counter(
+            f"{_PREFIX}_given_up_handoffs_total",
+            "Hand-offs whose decode leg ended before its first byte: the decode worker was told (delivered), or why "
+            "not; those are left to their lease.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.broken_streams = Counter(
             f"{_PREFIX}_broken_streams_total",
             "Streams that a worker broke off: continued by another, completed, failed to be, or ended with an error "

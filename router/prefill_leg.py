@@ -15,7 +15,8 @@ from vllm_pd.router.attempt import Placed
 from vllm_pd.router.call import Call
 from vllm_pd.router.decode_leg import computed
 from vllm_pd.router.directory import Directory
-from vllm_pd.router.leg_request import RANK_HEADER, leg_headers, own_authorization, with_turn
+from vllm_pd.router.headers import rank_in
+from vllm_pd.router.leg_request import leg_headers, own_authorization, with_turn
 from vllm_pd.router.legs import prefill_body, transfer_params
 from vllm_pd.router.metrics import status_name
 from vllm_pd.router.placement import Placer
@@ -29,7 +30,6 @@ from vllm_pd.router.transport import (
     UpstreamError,
     UpstreamResponse,
     WorkerDown,
-    header,
 )
 from vllm_pd.router.watched_legs import Legs, always
 from vllm_pd.router.worker import Worker
@@ -116,9 +116,7 @@ class DirectPrefill:
         headers = leg_headers(self._settings, call, placed, f"{call.id}-prefill")
         headers = [pair for pair in headers if pair[0].lower() != "accept-encoding"]
         deadline = self._settings.prefill_timeout
-        rank = header(headers, RANK_HEADER.lower()) or ""
-        own = own_authorization(self._settings, call)
-        hold = Hold(worker.record, key, int(rank) if rank.isdigit() else None, own)
+        hold = Hold(worker.record, key, rank_in(headers), own_authorization(self._settings, call))
         answer: UpstreamResponse | None = None
         outcome: PrefillOutcome | None = None
         attempt = self._placer.begin(placed)

@@ -22,6 +22,7 @@ from vllm_pd.router.decode_leg import DecodeLeg
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.drain import Drain
 from vllm_pd.router.endpoints import Endpoints
+from vllm_pd.router.give_up import GiveUps
 from vllm_pd.router.health import HealthWatch
 from vllm_pd.router.index_metrics import IndexCollector
 from vllm_pd.router.index_watch import IndexWatch
@@ -118,6 +119,7 @@ class RouterService:
         self._legs = Legs(clock)
         self._drain = Drain()
         self._upstream: Upstream | None = None
+        self._give_ups: GiveUps | None = None
         self._releases: Releases | None = None
         self.queues: QueueWatch | None = None
         self._server: HttpServer | None = None
@@ -152,7 +154,8 @@ class RouterService:
         relay = Relay(settings, self.metrics)
         legs = self._legs
         budget = RetryBudget(settings.retry_ratio, settings.retry_floor, self._clock)
-        decode = DecodeLeg(settings, self.directory, upstream, placer, relay, legs, budget, self.metrics)
+        give_ups = self._give_ups = GiveUps(upstream, self.metrics, worker_key=settings.worker_api_key)
+        decode = DecodeLeg(settings, self.directory, upstream, placer, relay, legs, budget, give_ups, self.metrics)
         releases = self._releases = Releases(upstream, self.metrics, worker_key=settings.worker_api_key)
         dispatch: PrefillDispatch = DirectPrefill(settings, self.directory, upstream, placer, releases, legs)
         dispatched = DispatchMetrics(self.metrics.registry)
@@ -250,7 +253,7 @@ class RouterService:
             await server.stop()
         watchers, self._watchers = self._watchers, []
         await end_tasks(watchers)
-        for background in (self.watch, self.queues, self._releases):
+        for background in (self.watch, self.queues, self._give_ups, self._releases):
             if background is not None:
                 await background.close()
         if self._prompts is not None:

@@ -10,6 +10,7 @@ Workers without vllm-pd do nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -46,6 +47,11 @@ class GivenUp(msgspec.Struct, frozen=True):
     engine: str
     """Id of the engine that was to read them: any other, also a later one at the same address, knows nothing of it."""
     handoffs: list[Handoff]
+
+    def is_for(self, engine: str) -> bool:
+        """Whether it is meant for the engine with this id. vLLM adds the data-parallel rank to what an API server says
+        of itself; where that has one engine only, its router does not know the rank."""
+        return bool(self.engine) and re.fullmatch(rf"{re.escape(self.engine)}(_dp\d+)?", engine) is not None
 
 
 NOTHING = GivenUp("", [])

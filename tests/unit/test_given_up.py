@@ -55,3 +55,12 @@ def test_other_requests_give_nothing_up(params: dict[str, Any] | None) -> None:
 def test_what_cannot_be_read_gives_up_nothing_and_is_no_other_request(told: Any) -> None:
     """An error here would end the engine."""
     assert given_up({GIVE_UP_FIELD: told}) is NOTHING
+
+
+@pytest.mark.parametrize(
+    ("named", "engine", "meant"),
+    [("d", "d", True), ("d", "d_dp3", True), ("d_dp1", "d_dp1", True), ("d_dp1", "d_dp12", False), ("d", "e", False),
+     ("", "", False), ("", "_dp1", False), (".", "d", False), ("d_dp0", "d", False)],
+)  # fmt: skip
+def test_an_engine_knows_whether_it_is_meant(named: str, engine: str, meant: bool) -> None:
+    assert GivenUp(named, []).is_for(engine) is meant

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -13,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from vllm_pd.errors import SettingsError
+from vllm_pd.given_up import GivenUp, given_up
 from vllm_pd.holds import released_keys
 from vllm_pd.sim.mock_answer import chunk, event, usage_of, whole_answer
 from vllm_pd.sim.mock_faults import Faults, faults_from_json
@@ -151,8 +153,29 @@ class MockApi:
         except Refused as e:
             return _error(e.status, str(e))
         worker.holds.let_go(released_keys(answer.transfer))
+        if told := given_up(answer.transfer):
+            self._give_up(worker, told)
+        if not answer.transfer.get("do_remote_prefill"):
+            return await self._generate(request, worker, answer, faults, remote=False)
+        transfer, name = answer.transfer, uuid.uuid4().hex
+        blocks = str(transfer.get("remote_engine_id")), str(transfer.get("remote_request_id"))
+        if worker.arrivals.arrived(name, blocks, time.monotonic()):
+            return await self._generate(request, worker, answer, faults, remote=False)
+        reads = False
+        try:
+            remote = await self._peer(transfer, "fetch")
+            reads = True
+            return await self._generate(request, worker, answer, faults, remote=remote)
+        finally:
+            worker.arrivals.ended(name, time.monotonic())
+            if not reads:
+                self._later(lambda: self._peer(transfer, "release"))
+
+    async def _generate(
+        self, request: web.Request, worker: MockWorker, answer: MockRequest, faults: Faults, *, remote: bool
+    ) -> web.StreamResponse:
+        """`remote`: another worker has computed the prompt and keeps its blocks."""
         began = time.perf_counter()
-        remote = bool(answer.transfer.get("do_remote_prefill")) and await self._peer(answer, "fetch")
         holds = bool(answer.transfer.get("do_remote_decode"))
         try:
             generation = worker.start(
@@ -168,7 +191,7 @@ class MockApi:
         except ValueError as e:
             return _error(400, str(e))
         if remote:
-            generation.on_fetched = lambda: self._later(lambda: self._peer(answer, "release"))
+            generation.on_fetched = lambda: self._later(lambda: self._peer(answer.transfer, "release"))
         first: float | None = None
         try:
             await generation.more()
@@ -182,7 +205,7 @@ class MockApi:
             worker.end(generation, first)
             if remote and first is None:
                 # As NIXL does when a request is aborted that was to read.
-                self._later(lambda: self._peer(answer, "release"))
+                self._later(lambda: self._peer(answer.transfer, "release"))
 
     async def _stream(
         self, request: web.Request, worker: MockWorker, answer: MockRequest, generation: Generation, faults: Faults
@@ -225,9 +248,20 @@ class MockApi:
 
     # KV from another worker.
 
-    async def _peer(self, answer: MockRequest, action: str) -> bool:
+    def _give_up(self, worker: MockWorker, told: GivenUp) -> None:
+        """As the real connector: of what has not come, the worker that prefilled is told."""
+        if not told.is_for(worker.engine_id):
+            return
+        now, wall = time.monotonic(), time.time()
+        for handoff in told.handoffs:
+            until = now + handoff.pd_lease_until_ms / 1000 - wall
+            blocks = handoff.remote_engine_id, handoff.remote_request_id
+            if until > now and worker.arrivals.give_up(blocks, until, now):
+                transfer = msgspec.structs.asdict(handoff)
+                self._later(lambda transfer=transfer: self._peer(transfer, "release"))  # type: ignore[misc]
+
+    async def _peer(self, transfer: Mapping[str, Any], action: str) -> bool:
         """Ask the worker that prefilled; False when it does not have the blocks (any more), or does not answer."""
-        transfer = answer.transfer
         try:
             host, port, request_id = (
                 str(transfer["remote_host"]),

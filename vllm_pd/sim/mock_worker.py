@@ -19,7 +19,9 @@ from vllm_pd.agent.prefill_runner import RunnerStats
 from vllm_pd.agent.readiness import OwnServer
 from vllm_pd.agent.spec import AgentSpec, PrefillSpec
 from vllm_pd.block_hash import BlockHash, BlockHasher, Lora, extra_keys
+from vllm_pd.connectors.handoff_arrivals import HandoffArrivals
 from vllm_pd.errors import PDError
+from vllm_pd.given_up import LEASE_END_FIELD
 from vllm_pd.settings import DEFAULT_LEASE_S
 from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.live_engine import LiveEngine
@@ -149,6 +151,7 @@ class MockWorker:
         """Aborted, but the step in progress may yet store some of their blocks."""
         self._publisher = EventPublisher(context, seed=config.seed) if context is not None else None
         self.holds = MockHolds(self.live.release)
+        self.arrivals = HandoffArrivals()
         self._agent: Agent | None = None
         self._agent_task: asyncio.Task[None] | None = None
 
@@ -218,7 +221,8 @@ class MockWorker:
         assert work is not None
         generation.held = True
         blocks = list(work.blocks)
-        name = self.holds.add(request_id, work, key, HELD_S / self.config.speed)
+        held_s = HELD_S / self.config.speed
+        name = self.holds.add(request_id, work, key, held_s)
         host, _, port = self.url.rpartition("//")[2].rpartition(":")
         return {
             "do_remote_prefill": True,
@@ -234,6 +238,7 @@ class MockWorker:
             "remote_num_tokens": work.prompt,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "read",
+            LEASE_END_FIELD: int((time.time() + held_s) * 1000),
         }
 
     # The cache.

@@ -13,7 +13,7 @@ from aiohttp import web
 from tests.unit.router.conftest import StartWorker, record, until
 from tests.unit.router.fake_worker import FakeWorker, Seen, cut, hang, status
 from vllm_pd.holds import MAX_KEYS, RELEASE_FIELD, new_key
-from vllm_pd.router import release
+from vllm_pd.router import engine_messages
 from vllm_pd.router.aiohttp_client import AiohttpUpstream
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.metrics import RouterMetrics
@@ -116,7 +116,7 @@ async def test_the_workers_key_goes_before_the_clients(start_worker: StartWorker
 async def test_what_a_worker_does_not_take_is_left_to_its_lease(
     sender: Sender, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(release, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(engine_messages, "DEADLINE_S", 0.2)
     for count, hook in enumerate((status(401), cut, hang), start=1):
         worker.hook = hook
         sender.releases.release(hold(worker, f"k{count}"))
@@ -129,18 +129,26 @@ async def test_what_a_worker_does_not_take_is_left_to_its_lease(
     await until(lambda: sender.counted("released") == 1, "a worker that is back is asked again")
 
 
-async def test_the_waiting_room_of_a_worker_thathangs_is_bounded(
+async def test_the_waiting_room_of_a_worker_that_hangs_is_bounded(
     sender: Sender, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(release, "MAX_WAITING", 2)
+    monkeypatch.setattr(engine_messages, "MAX_WAITING", 2)
     worker.hook = hang
     sender.releases.release(hold(worker, "sent"))
     await until(lambda: worker.posts, "the first was sent")
     for n in range(5):
         sender.releases.release(hold(worker, f"k{n}"))
     assert sender.counted("left_to_lease") == 3
+    monkeypatch.setattr(engine_messages, "LAST_S", 0.01)
     await sender.releases.close()
     await until(lambda: worker.posts[0].cancelled.is_set(), "the request ended with the router")
+    assert sender.counted("left_to_lease") == 6
+
+
+async def test_what_is_under_way_when_the_router_stops_gets_there(sender: Sender, worker: FakeWorker) -> None:
+    sender.releases.release(hold(worker, "last"))
+    await sender.releases.close()
+    assert sender.counted("released") == 1
 
 
 def test_keys_cannot_be_guessed() -> None:
