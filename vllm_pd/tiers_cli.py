@@ -1,4 +1,4 @@
-"""`vllm-pd tiers`: how large the tiers of the KV cache should be."""
+"""`vllm-pd tiers`: how large the tiers of the KV cache should be, and what is in the one on the SSD."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_pd import tiers_store_cli
 from vllm_pd.console import add_action, add_group, number_list, positive, print_table
 from vllm_pd.errors import SettingsError
 
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """examples:
   vllm-pd tiers size --trace trace.jsonl      which part of all prompts tiers of several sizes would have held
+  vllm-pd tiers stat /nvme/kv                 what the SSD tier in that folder holds; safe while servers use it
+  vllm-pd tiers verify /nvme/kv               whether every block there is what was stored
+  vllm-pd tiers clear /nvme/kv --all          empty it
 
-exit code: 0 fine, 2 a wrong setting"""
+exit code: 0 fine, 1 something is damaged or in use, 2 a wrong setting"""
 
 _SIZE_EXAMPLES = """examples:
   # how much memory is worth buying for this traffic? Sizes from none to all that the trace holds
@@ -46,8 +50,10 @@ _GIB = 1 << 30
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    actions = add_group(commands, "tiers", "how large the tiers of the KV cache should be", _EXAMPLES)
+    text = "how large the tiers of the KV cache should be, and what is in the one on the SSD"
+    actions = add_group(commands, "tiers", text, _EXAMPLES)
     _add_size(actions)
+    tiers_store_cli.add_actions(actions)
 
 
 def _add_size(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
