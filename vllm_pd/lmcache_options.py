@@ -46,10 +46,10 @@ _TIMES = ("mq_timeout", "heartbeat_interval")
 _SCHEMES = ("tcp", "grpc")
 
 _CPU_PACKAGES = (
-    "aiofile", "aiofiles", "awscrt", "caio", "nvtx", "sortedcontainers", "opentelemetry-exporter-prometheus",
+    "aiofile", "aiofiles", "awscrt", "caio", "nvtx", "opentelemetry-exporter-prometheus", "sortedcontainers",
 )  # fmt: skip
 INSTALL = f"pip install --no-deps lmcache=={TESTED} {' '.join(_CPU_PACKAGES)}"
-"""Without --no-deps pip takes CUDA packages of several GB and older versions of what vLLM needs."""
+"""Outside CUDA. Without --no-deps pip takes CUDA packages of several GB and older versions of what vLLM needs."""
 SERVER = (
     "lmcache server --host localhost --port 5555 --l1-size-gb 8 --eviction-policy LRU "
     "--supported-transfer-mode auto --shm-name NAME"
@@ -123,8 +123,9 @@ def check_installed() -> None:
     """
     if importlib.util.find_spec("lmcache") is None:
         raise SettingsError(
-            f"--pd-offload lmcache needs the package lmcache, which is not installed; {INSTALL} (without --no-deps "
-            "pip would replace packages that vLLM needs and add CUDA ones)."
+            f"--pd-offload lmcache needs the package lmcache, which is not installed; with CUDA, pip install "
+            f"'vllm-pd[lmcache]'; elsewhere, {INSTALL} (without --no-deps pip would add CUDA packages and replace some "
+            "that vLLM needs)."
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from scripts import install
 from scripts.install import Environment, InstallError, Runner
+from vllm_pd import lmcache_options
 
 
 def test_a_cpu_machine_leaves_out_what_breaks_beside_a_cpu_torch() -> None:
@@ -39,6 +40,15 @@ def test_the_gpu_build_decides_which_vllm_is_installed() -> None:
     for build in ("cuda", "cpu"):
         assert install.plan(build)[0] is install.create_environment
         assert install.plan(build)[-1] is install.verify
+
+
+def test_lmcache_is_installed_as_users_are_told_to_and_only_beside_the_cpu_build() -> None:
+    assert install.install_lmcache in install.plan("cpu")
+    assert install.install_lmcache not in install.plan("cuda")
+    names = {pinned.partition("==")[0] for pinned in install.LMCACHE}
+    told = lmcache_options.INSTALL.removeprefix("pip install --no-deps ").split()
+    assert {name.partition("==")[0] for name in told} == names
+    assert f"lmcache=={lmcache_options.TESTED}" in told and f"lmcache=={lmcache_options.TESTED}" in install.LMCACHE
 
 
 def test_the_metadata_wheel_gives_a_name_and_version_and_no_module(tmp_path: Path) -> None:
