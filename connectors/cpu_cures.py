@@ -15,8 +15,10 @@ On GPUs none hurts (the threads poll the network, the model runs elsewhere), so 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +26,10 @@ from typing import Any
 from vllm_pd import vllm_compat as compat
 
 PROGRESS_DELAY_US = 50
+
+_RECENT_S = 1.0
+_RECHECK_MS = 1
+_MARK = "_vllm_pd_wrapped"
 
 
 class _PatientBindings:
@@ -68,10 +74,19 @@ def calm_queues() -> None:
 
     Also those that exist already. Idempotent.
     """
-    if compat.current_platform.is_cpu():
-        # A reader polls while its last message is younger than a second: it no longer knows of any.
-        compat.SpinCondition.record_read = _forget_read
+    condition = compat.SpinCondition
+    if not compat.current_platform.is_cpu() or getattr(condition.wait, _MARK, False):
+        return
+    wait = condition.wait
 
+    @functools.wraps(wait)
+    def wait_to_be_woken(self: Any, timeout_ms: int | None = None) -> None:
+        if time.monotonic() <= self.last_read + _RECENT_S:
+            # ZeroMQ drops the second of two wake-ups within about a millisecond: it must not be waited for.
+            timeout_ms = _RECHECK_MS if timeout_ms is None else min(timeout_ms, _RECHECK_MS)
+        # vLLM polls as long as its last message is younger than this.
+        self.busy_loop_s = -1.0
+        wait(self, timeout_ms)
 
-def _forget_read(self: Any) -> None:
-    self.last_read = 0.0
+    setattr(wait_to_be_woken, _MARK, True)
+    condition.wait = wait_to_be_woken

@@ -222,7 +222,7 @@ INTERNALS: tuple[Internal, ...] = (
         "SpinCondition",
         "vllm.distributed.device_communicators.shm_broadcast",
         "SpinCondition",
-        ("record_read()", "wait(timeout_ms)", "last_read", "busy_loop_s"),
+        ("wait(timeout_ms)", "last_read", "busy_loop_s"),
         "how long a reader of shared memory polls before it waits",
     ),
     Internal("NixlWrapper", "vllm.distributed.nixl_utils", "NixlWrapper", (), "NIXL's agent class as vLLM imports it"),

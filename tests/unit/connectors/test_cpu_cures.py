@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,22 +101,32 @@ def test_threads_started_within_get_the_cores_of_the_engine_process_and_the_main
         os.sched_setaffinity(0, everything)
 
 
-def test_an_idle_reader_of_shared_memory_does_not_poll(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat.SpinCondition, "record_read", compat.SpinCondition.record_read)
+def test_a_reader_of_shared_memory_does_not_poll_and_misses_nothing(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat.SpinCondition, "wait", compat.SpinCondition.wait)
     cpu_cures.calm_queues()
+    wait = compat.SpinCondition.wait
+    cpu_cures.calm_queues()
+    assert compat.SpinCondition.wait is wait
     writer = MessageQueue(n_reader=1, n_local_reader=1)
     reader = MessageQueue.create_from_handle(writer.export_handle(), rank=0)
-    waiter = threading.Thread(target=lambda: (writer.wait_until_ready(), writer.enqueue("first")))
-    waiter.start()
-    reader.wait_until_ready()
-    assert reader.dequeue(timeout=10) == "first"
-    waiter.join()
-    polls = []
+
+    def write() -> None:
+        writer.wait_until_ready()
+        for i in range(2000):
+            writer.enqueue(i)
+            # Shorter and longer than what it takes ZeroMQ to notice that a wake-up was taken.
+            time.sleep(i % 4 * 0.0004)
+
+    polls: list[int] = []
     monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: polls.append(1))
-    late = threading.Timer(0.2, writer.enqueue, ("second",))
-    late.start()
-    assert reader.dequeue(timeout=10) == "second"
-    late.join()
+    thread = threading.Thread(target=write)
+    thread.start()
+    reader.wait_until_ready()
+    # A wake-up that is missed would let a message wait for as long as this.
+    assert [reader.dequeue(timeout=5) for _ in range(2000)] == list(range(2000))
+    thread.join()
     assert not polls
     writer.shutdown()
     reader.shutdown()
