@@ -76,6 +76,7 @@ class Staging:
         self._backlog = 0
         self._keys: set[bytes] = set()
         self._hurry = False
+        self._woken = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="vllm_pd_ssd_stage", daemon=True)
 
@@ -138,7 +139,8 @@ class Staging:
                         batch, self._open = self._open, None
                         return batch
                     wait = min(wait, GATHER_S - age)
-                if deadline - now <= 0:
+                if deadline - now <= 0 or self._woken:
+                    self._woken = False
                     return None
                 self._changed.wait(wait)
 
@@ -157,9 +159,9 @@ class Staging:
             self._refuse(put, reason)
 
     def hurry(self, on: bool) -> None:
-        """Do not wait for batches to fill."""
+        """Do not wait for batches to fill. A writer that waits for one looks for other work once."""
         with self._changed:
-            self._hurry = on
+            self._hurry = self._woken = on
             self._changed.notify_all()
 
     @property

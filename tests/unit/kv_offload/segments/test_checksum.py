@@ -1,0 +1,54 @@
+"""The checksum is XXH64, and depends on whose block it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_pd.kv_offload.segments import checksum
+
+PAGE = 4096
+
+VECTORS = [
+    (bytes(PAGE), 0x0, 0xAC869B6F32D8BBDB),
+    (bytes(range(256)) * 64, 0x0, 0x3BD10AA43141C3BA),
+    (bytes(range(256)) * 64, 0x9E3779B97F4A7C15, 0x85F974871F4927EB),
+]
+"""Data, seed and checksum, by the reference implementation (xxhsum)."""
+
+
+def sum_of(data: bytes, seed: int) -> int:
+    words = np.frombuffer(bytearray(data), np.uint64)
+    return int(checksum.sums(words, 0, len(words), np.array([seed], np.uint64))[0])
+
+
+@pytest.mark.parametrize(("data", "seed", "known"), VECTORS, ids=["zeros", "counting", "seeded"])
+def test_it_is_xxh64(data: bytes, seed: int, known: int) -> None:
+    assert sum_of(data, seed) == known
+
+
+def test_blocks_are_copied_where_they_belong_and_summed_there() -> None:
+    memory, size = np.zeros(4 * PAGE // 8, np.uint64), PAGE - 100
+    blocks = [np.frombuffer(bytes([i + 1]) * size, np.uint8) for i in range(2)]
+    addresses = np.array([block.ctypes.data for block in blocks], np.uint64)
+    seeds = checksum.seeds(b"n" * 32, [b"one", b"two"])
+    found = checksum.copy_and_sum(memory, PAGE // 8, PAGE // 8, addresses, size, seeds)
+    raw = memory.tobytes()
+    assert raw == bytes(PAGE) + b"".join(bytes([i + 1]) * size + bytes(100) for i in range(2)) + bytes(PAGE)
+    assert found.tolist() == [sum_of(raw[PAGE * (i + 1) : PAGE * (i + 2)], int(seeds[i])) for i in range(2)]
+    assert checksum.sums(memory, PAGE // 8, PAGE // 8, seeds).tolist() == found.tolist()
+
+
+def test_the_same_bytes_under_another_key_or_namespace_have_another_sum() -> None:
+    keys = [b"h" * 32 + bytes([0, 0, 0, group]) for group in range(4)]
+    seeds = [int(seed) for name in (b"a" * 32, b"b" * 32) for seed in checksum.seeds(name, keys)]
+    assert len({sum_of(bytes(PAGE), seed) for seed in seeds}) == 8
+
+
+def test_every_single_wrong_bit_shows() -> None:
+    data = bytearray(bytes(range(256)) * (PAGE // 256))
+    right = sum_of(bytes(data), 1)
+    for bit in range(0, 8 * PAGE, 37):
+        data[bit // 8] ^= 1 << bit % 8
+        assert sum_of(bytes(data), 1) != right
+        data[bit // 8] ^= 1 << bit % 8
