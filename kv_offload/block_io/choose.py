@@ -81,6 +81,8 @@ def why_not_nixl(folder: Path) -> str | None:
     path = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
     file = open_file(path, create_bytes=PROBE_REQUESTS * PROBE_BYTES)
     try:
+        # At once, so that nothing stays behind if this process ends here.
+        path.unlink()
         if not file.direct:
             return "the file system does not support O_DIRECT"
         if (installed := _version()) < SAFE_VERSION:
@@ -99,7 +101,6 @@ def why_not_nixl(folder: Path) -> str | None:
             agent.close()
     finally:
         file.close()
-        path.unlink(missing_ok=True)
 
 
 def _version() -> tuple[int, ...]:

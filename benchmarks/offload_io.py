@@ -1,0 +1,392 @@
+"""The SSD tier: blocks written and read per second, against the bare disk and against vLLM's own file tier.
+
+All three move the same blocks of one memory, which is laid out as the CPU tier's, to and from the same disk, in turns,
+after a part of them was written and read to warm up; the best of several turns counts. Jobs come in random order when
+read, the blocks of one job in the order in which they were stored.
+
+* `raw`: O_DIRECT with many requests in flight and nothing else. Like the store it writes to new files, reserved before
+  (ext4 takes half of what it takes when the same file is written over), and `fdatasync` counts.
+* `store`: the SSD tier's. From the first `put` until the last block is on the device (`flush`); from the first `get`
+  until the last block is delivered, its checksum compared.
+* `vLLM fs`: `FileSystemTierManager`, from the first job until the last is reported. It neither syncs nor checks.
+
+A second table is the layer below the store alone, with nothing to merge: every second block of a file, in one batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks import raw_disk
+from benchmarks.common import Target, progress
+from vllm_pd.kv_offload.block_io.aligned import AlignedMemory, open_file
+from vllm_pd.kv_offload.block_io.base import BlockIO, Piece
+from vllm_pd.kv_offload.block_io.choose import IOBackend, choose, why_not_nixl
+from vllm_pd.kv_offload.block_io.thread_io import ThreadIO
+from vllm_pd.kv_offload.segments import SegmentStore, StoreConfig
+
+NAME = "SSD read and write"
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SHARE_OF_RAW = 0.9
+OVER_FS, OVER_FS_64 = 1.0, 2.0
+
+WARM, MEASURED = 0, 1
+WARM_BYTES = 64 * MIB
+"""As much as the store's staging memory and its readers' buffers, whose pages are all new at first."""
+
+JOBS_AT_LEAST = 16
+JOB_BLOCKS = 64
+"""Blocks of a job at most: a prompt of a few thousand tokens."""
+
+POLL_S = 0.0005
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is moved: `count` blocks of `block_bytes`, block number i at that place in memory."""
+
+    memory: AlignedMemory
+    block_bytes: int
+    count: int
+
+    @property
+    def size(self) -> int:
+        return self.block_bytes * self.count
+
+    @property
+    def view(self) -> memoryview:
+        """As vLLM's CPU tier gives it to a tier below: one row for each block."""
+        return self.memory.view[: self.size].cast("B", shape=[self.count, self.block_bytes])
+
+    def block(self, number: int) -> memoryview:
+        return self.memory.view[number * self.block_bytes : (number + 1) * self.block_bytes]
+
+    def jobs(self) -> list[list[int]]:
+        """Blocks in jobs, enough of them to keep every thread of a tier at work."""
+        each = max(1, min(JOB_BLOCKS, self.count // JOBS_AT_LEAST))
+        return [list(range(start, min(start + each, self.count))) for start in range(0, self.count, each)]
+
+
+Jobs = Sequence[Sequence[int]]
+
+
+def keys_of(job: Sequence[int], salt: int) -> list[bytes]:
+    """As vLLM makes them: a hash and the number of a group of layers. Another salt, other keys."""
+    return [hashlib.sha256(number.to_bytes(8, "big") + bytes([salt])).digest() + bytes(4) for number in job]
+
+
+class Tier(Protocol):
+    """What is measured. Both calls return the seconds until everything is done, and raise if anything failed."""
+
+    def write(self, jobs: Jobs, salt: int) -> float: ...
+
+    def read(self, jobs: Jobs, salt: int) -> float: ...
+
+    def close(self) -> None: ...
+
+
+class RawDisk:
+    """The bare disk."""
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        self._load = load
+        self._queue = raw_disk.RawQueue()
+        self._files = {salt: open_file(folder / f"raw{salt}", create_bytes=load.size) for salt in (WARM, MEASURED)}
+
+    def write(self, jobs: Jobs, salt: int) -> float:
+        return self._move(raw_disk.WRITE, jobs, salt)
+
+    def read(self, jobs: Jobs, salt: int) -> float:
+        return self._move(raw_disk.READ, jobs, salt)
+
+    def _move(self, opcode: int, jobs: Jobs, salt: int) -> float:
+        order = [number for job in jobs for number in job]
+        fd = self._files[salt].acquire()
+        seconds = self._queue.move(fd, opcode, self._load.memory, self._load.block_bytes, order)
+        began = time.perf_counter()
+        if opcode == raw_disk.WRITE:
+            os.fdatasync(fd)
+        self._files[salt].release()
+        return seconds + time.perf_counter() - began
+
+    def close(self) -> None:
+        self._queue.close()
+        for file in self._files.values():
+            file.close()
+
+
+class Store:
+    """The SSD tier's store, with the defaults of the product."""
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        self._load = load
+        self._io = choose(IOBackend.AUTO, folder)
+        self._store = SegmentStore(
+            StoreConfig(
+                root=folder / "store",
+                name="benchmark",
+                namespace=bytes(32),
+                block_bytes=load.block_bytes,
+                # Nothing is evicted, nothing refused because the disk is slow.
+                budget_bytes=16 * max(load.size, GIB),
+                floor_bytes=0,
+                backlog_bytes=2 * load.size,
+                put_wait_s=PATIENCE_S,
+            ),
+            self._io,
+        )
+        self._store.start()
+        if not self._store.wait_recovered(PATIENCE_S):
+            raise RuntimeError("the store does not start")
+
+    def write(self, jobs: Jobs, salt: int) -> float:
+        keys = [keys_of(job, salt) for job in jobs]
+        began = time.perf_counter()
+        self._run(self._store.put, jobs, keys)
+        if not self._store.flush(PATIENCE_S):
+            raise RuntimeError("the store does not get its blocks onto the disk")
+        seconds = time.perf_counter() - began
+        everything = [key for some in keys for key in some]
+        if self._store.peek(everything) != len(everything):
+            raise RuntimeError(f"the store lost blocks: {self._store.stats()}")
+        return seconds
+
+    def read(self, jobs: Jobs, salt: int) -> float:
+        def get(ticket: int, keys: Sequence[bytes], targets: Sequence[memoryview]) -> None:
+            self._store.get(ticket, keys, targets, PATIENCE_S)
+
+        keys = [keys_of(job, salt) for job in jobs]
+        began = time.perf_counter()
+        self._run(get, jobs, keys)
+        return time.perf_counter() - began
+
+    def _run(
+        self,
+        submit: Callable[[int, Sequence[bytes], Sequence[memoryview]], None],
+        jobs: Jobs,
+        keys: Sequence[Sequence[bytes]],
+    ) -> None:
+        for ticket, job in enumerate(jobs):
+            submit(ticket, keys[ticket], [self._load.block(number) for number in job])
+        left, deadline = len(jobs), time.monotonic() + PATIENCE_S
+        while left:
+            for finished in self._store.finished():
+                if finished.failed:
+                    raise RuntimeError(f"the store failed: {set(finished.failed.values())}")
+                left -= 1
+            _pause(deadline)
+
+    def close(self) -> None:
+        self._store.close(PATIENCE_S)
+        self._io.close()
+
+
+class FileTier:
+    """vLLM's own."""
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        # Here, as it takes seconds and the raw figures do not need it.
+        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+        config = SimpleNamespace(
+            groups=(),
+            canonical_layout=False,
+            replicated_layout=False,
+            model=SimpleNamespace(name="benchmark", dtype="bfloat16"),
+            cache=SimpleNamespace(tokens_per_hash=32),
+            parallel=SimpleNamespace(
+                rank=0, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, is_parallelism_agnostic=False
+            ),
+        )
+        spec: Any = SimpleNamespace(
+            config=config, blocks_per_chunk=1, kv_events_config=SimpleNamespace(enable_kv_cache_events=False)
+        )
+        self._tier: Any = FileSystemTierManager(spec, load.view, "fs", str(folder / "fs"))
+
+    def write(self, jobs: Jobs, salt: int) -> float:
+        return self._run(self._tier.submit_store, jobs, salt, is_promotion=False)
+
+    def read(self, jobs: Jobs, salt: int) -> float:
+        return self._run(self._tier.submit_load, jobs, salt, is_promotion=True)
+
+    def _run(self, submit: Callable[[Any], None], jobs: Jobs, salt: int, *, is_promotion: bool) -> float:
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        context = ReqContext(req_id="benchmark")
+        keys: list[Any] = [keys_of(job, salt) for job in jobs]
+        began = time.perf_counter()
+        for number, job in enumerate(jobs):
+            submit(TransferJob(number, keys[number], np.array(job), is_promotion, context))
+        left, deadline = len(jobs), time.monotonic() + PATIENCE_S
+        while left:
+            for result in self._tier.get_finished_jobs():
+                if not result.success:
+                    raise RuntimeError("vLLM's file tier failed")
+                left -= 1
+            _pause(deadline)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self._tier.shutdown()
+
+
+TIERS: dict[str, Callable[[Path, Load], Tier]] = {"raw": RawDisk, "store": Store, "vLLM fs": FileTier}
+
+
+def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
+    """Rows of both tables, and the targets."""
+    sizes = (64 * KIB, MIB) if quick else (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
+    total, turns = (256 * MIB, 3) if quick else (512 * MIB, 5)
+    memory = AlignedMemory(total)
+    memory.view[:] = np.random.default_rng(1).bytes(total)
+    rows: list[dict[str, Any]] = []
+    layers: list[dict[str, Any]] = []
+    with _disk() as folder:
+        for size in sizes:
+            load = Load(memory, size, total // size)
+            best: dict[tuple[str, str], float] = {}
+            for turn in range(turns):
+                for name, make in TIERS.items():
+                    for op, speed in _turn(make, folder, load, turn).items():
+                        best[name, op] = max(best.get((name, op), 0.0), speed)
+            for op in ("write", "read"):
+                raw, store, fs = (best[name, op] for name in TIERS)
+                rows.append(
+                    {
+                        "block KiB": size // KIB,
+                        "op": op,
+                        **{f"{name} GB/s": round(best[name, op], 2) for name in TIERS},
+                        "store / raw": round(store / raw, 2),
+                        "store / fs": round(store / fs, 2),
+                    }
+                )
+                progress(f"  {rows[-1]}")
+            layers += _layer(folder, load, turns, {op: best["raw", op] for op in ("write", "read")})
+    return rows + layers, _targets(rows)
+
+
+def _turn(make: Callable[[Path, Load], Tier], folder: Path, load: Load, turn: int) -> dict[str, float]:
+    """GB/s of writing everything and reading it back in other orders; checks what came back."""
+    jobs = load.jobs()
+    warm = jobs[: max(1, WARM_BYTES // load.block_bytes // len(jobs[0]))]
+    before = hashlib.blake2b(load.memory.view[: load.size]).digest()
+    place = folder / "turn"
+    place.mkdir()
+    tier = make(place, load)
+    try:
+        tier.write(warm, WARM)
+        tier.read(warm, WARM)
+        speeds = {"write": load.size / tier.write(jobs, MEASURED) / 1e9, "read": 0.0}
+        for again in range(2):
+            load.memory.view[: load.size] = bytes(load.size)
+            random.Random(2 * turn + again).shuffle(jobs)
+            speeds["read"] = max(speeds["read"], load.size / tier.read(jobs, MEASURED) / 1e9)
+    finally:
+        tier.close()
+        shutil.rmtree(place)
+        # What deleting leaves to do is not the next one's.
+        os.sync()
+    if hashlib.blake2b(load.memory.view[: load.size]).digest() != before:
+        raise RuntimeError(f"{make} gave other bytes than it was given")
+    return speeds
+
+
+def _layer(folder: Path, load: Load, turns: int, raw: dict[str, float]) -> list[dict[str, Any]]:
+    """The same through the layer that moves bytes, by each backend."""
+    backends: list[BlockIO] = [ThreadIO()]
+    if why_not_nixl(folder) is None:
+        backends.insert(0, choose(IOBackend.NIXL, folder))
+    best: dict[tuple[str, str], float] = {}
+    for _ in range(turns):
+        for io in backends:
+            file = io.open(folder / "layer", create_bytes=load.size)
+            size, address = load.block_bytes, load.memory.address
+            pieces = [Piece(file, number * size, address + number * size, size) for number in range(0, load.count, 2)]
+
+            def written(io: BlockIO = io, pieces: Sequence[Piece] = pieces) -> None:
+                _check(io.write(pieces))
+                io.sync(pieces[0].file)
+
+            def read(io: BlockIO = io, pieces: Sequence[Piece] = pieces) -> None:
+                _check(io.read(pieces))
+
+            for op, work in (("write", written), ("read", read)):
+                best[io.name, op] = max(best.get((io.name, op), 0.0), _speed(work, len(pieces) * size))
+            file.close()
+            (folder / "layer").unlink()
+            os.sync()
+    for io in backends:
+        io.close()
+    return [
+        {
+            "block KiB": load.block_bytes // KIB,
+            "op": op,
+            "backend": name,
+            "GB/s": round(speed, 2),
+            "share of raw": round(speed / raw[op], 2),
+        }
+        for (name, op), speed in sorted(best.items(), key=lambda item: item[0][1], reverse=True)
+    ]
+
+
+def _targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
+    found = []
+    for row in rows:
+        what = f"{row['op']} of {row['block KiB']} KiB blocks"
+        found.append(Target.at_least(f"{what}, share of raw O_DIRECT", row["store / raw"], SHARE_OF_RAW))
+        least = OVER_FS_64 if row["block KiB"] == 64 else OVER_FS
+        found.append(Target.at_least(f"{what}, over vLLM's file tier", row["store / fs"], least))
+    return found
+
+
+def _speed(work: Callable[[], None], size: int) -> float:
+    """GB/s."""
+    began = time.perf_counter()
+    work()
+    return size / (time.perf_counter() - began) / 1e9
+
+
+def _pause(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise RuntimeError(f"a tier did not finish within {PATIENCE_S:g} s")
+    time.sleep(POLL_S)
+
+
+def _check(results: Sequence[OSError | None]) -> None:
+    for result in results:
+        if result is not None:
+            raise result
+
+
+@contextmanager
+def _disk() -> Iterator[Path]:
+    """A folder on a disk with O_DIRECT: where temporary files go, or else the current folder.
+
+    Raises:
+        RuntimeError: neither has it.
+    """
+    for place in (tempfile.gettempdir(), "."):
+        with tempfile.TemporaryDirectory(prefix="vllm-pd-benchmark-", dir=place) as name:
+            file = open_file(Path(name) / "probe", create_bytes=MIB)
+            file.close()
+            (Path(name) / "probe").unlink()
+            if file.direct:
+                yield Path(name)
+                return
+    raise RuntimeError("neither the folder for temporary files nor the current one is on a disk with O_DIRECT")
