@@ -122,7 +122,7 @@ class EngineMeasures:
         return ended
 
     def reset(self) -> None:
-        """vLLM has dropped its jobs."""
+        """vLLM forgets its jobs."""
         self._loading.clear()
 
 

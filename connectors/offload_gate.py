@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vllm_pd.connectors.engine_measures import KNOWN_LOADS, EngineMeasures
+from vllm_pd.connectors.reset_fence import ResetFence
 from vllm_pd.kv_offload import gate_metrics
 from vllm_pd.kv_offload.cost_gate import (
     Beliefs,
@@ -103,25 +104,31 @@ class OffloadGate:
         self._ssd = next((t for t in getattr(manager, "secondary_tiers", ()) if isinstance(t, MeasuredTier)), None)
         self._measures = EngineMeasures(scheduler.config.num_workers)
         self._memory = GateMemory()
+        self._fence = ResetFence()
         self._asked: dict[str, _Asked] = {}
         self._stats = OffloadingConnectorStats()
         self._gauges_at = float("-inf")
 
-    def before_lookup(self, request: Request, computed: int, *, handed_over: bool) -> None:
+    def before_lookup(self, request: Request, computed: int, *, handed_over: bool) -> bool:
         """Say how far the lookup may reach.
 
         Args:
             computed: tokens that are on the GPU.
             handed_over: a prefill worker hands the blocks over, and the tiers are left alone.
+
+        Returns:
+            False: not now, see `ResetFence`; ask again in the next step.
         """
+        if self._fence.closed and not handed_over:
+            return False
         status: RequestOffloadState = self._scheduler._req_status[request.request_id]
         before = self._asked.get(request.request_id)
         if before is not None:
             if before.waits_since is not None and before.computed == computed:
-                return
+                return True
             status.max_load_tokens = before.own_limit
         if request.skip_reading_prefix_cache:
-            return
+            return True
         own_limit = status.max_load_tokens
         beliefs = self._beliefs()
         prompt = Prompt(request.num_tokens, computed, self._block_tokens, ())
@@ -130,6 +137,7 @@ class OffloadGate:
         decision = self._decide(prompt, beliefs)
         asked = self._asked[request.request_id] = _Asked(own_limit, computed, decision, beliefs)
         status.max_load_tokens = 0 if handed_over else self._limit(asked)
+        return True
 
     def ask_again(self, request: Request, matched: int | None, now: float) -> bool:
         """The lookup was answered, or with None put off. Whether to look again, for less: it has waited too long."""
@@ -179,11 +187,14 @@ class OffloadGate:
         self._forget(request_id)
 
     def reset(self) -> None:
-        """vLLM has dropped its jobs."""
+        """vLLM is about to forget its jobs."""
+        if self._scheduler._jobs:
+            self._fence.reset()
         self._measures.reset()
 
     def scheduled(self, output: SchedulerOutput, now: float) -> None:
         """A step goes to the workers."""
+        self._fence.step_scheduled()
         self._measures.scheduled(output, now)
 
     def transferred(self, meta: OffloadingWorkerMetadata) -> None:
@@ -192,6 +203,7 @@ class OffloadGate:
 
     def step_ended(self, now: float) -> None:
         """The output of the oldest step under way has been taken in, after `transferred`."""
+        self._fence.step_ended()
         for loaded in self._measures.step_ended(self._scheduler._jobs, now):
             self._memory.loaded(Tier.CPU, loaded.predicted_s, loaded.seconds)
 

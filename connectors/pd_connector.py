@@ -141,8 +141,10 @@ class PDConnector(MultiConnector):
         # Only as long as nobody asked for the blocks: vLLM takes the mark off when it does.
         if is_handoff(params) and self._lease.is_stale(request.request_id, time.monotonic()):
             self._compute_anew(request, "it waited for longer than the prefill worker's lease is known to hold")
-        if self._gate is not None:
-            self._gate.before_lookup(request, num_computed_tokens, handed_over=is_handoff(params))
+        if self._gate is not None and not self._gate.before_lookup(
+            request, num_computed_tokens, handed_over=is_handoff(params)
+        ):
+            return None, False
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._gate is not None and self._gate.ask_again(request, matched[0], time.monotonic()):
             matched = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -333,7 +335,7 @@ def expand(config: KVTransferConfig, identity: str = "") -> KVTransferConfig:
     """The same configuration in MultiConnector's form: `connectors` lists the children. Idempotent.
 
     Args:
-        identity: digest of what changes KV bytes, see `ssd_namespace.model_identity`; separates folders of the SSD tier.
+        identity: digest of what changes KV bytes, see `ssd_namespace.model_identity`; separates the SSD tier's folders.
     """
     if "connectors" in config.kv_connector_extra_config:
         return config
