@@ -116,8 +116,11 @@ class EngineMeasures:
             loading = self._loading.pop(job)
             self._loaded_blocks += loading.blocks
             # Steps that computed something meanwhile were no wait.
-            seconds = max(0.0, now - loading.began - (self._clock.busy_s - loading.busy_s))
-            self._handovers.append(max(0.0, seconds - self._cpu.predict_s(loading.blocks * self.block_bytes)))
+            busy_s = self._clock.busy_s - loading.busy_s
+            seconds = max(0.0, now - loading.began - busy_s)
+            if busy_s <= seconds:
+                # An engine with other work says nothing of what an idle one takes.
+                self._handovers.append(max(0.0, seconds - self._cpu.predict_s(loading.blocks * self.block_bytes)))
             ended.append(Loaded(loading.predicted_s, seconds))
         return ended
 
