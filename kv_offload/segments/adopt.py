@@ -11,7 +11,7 @@ from vllm_pd.kv_offload.segments.batch import pieces
 from vllm_pd.kv_offload.segments.config import MIB, StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
 from vllm_pd.kv_offload.segments.folder import SegmentFile
-from vllm_pd.kv_offload.segments.format import FormatError, Identity
+from vllm_pd.kv_offload.segments.format import FormatError, Identity, NothingWritten
 from vllm_pd.kv_offload.segments.index import Index, Segment
 from vllm_pd.kv_offload.segments.log import SegmentLog
 
@@ -52,8 +52,13 @@ class Adoption:
         for file in reversed(files):
             try:
                 self._adopt(file)
+            except NothingWritten:
+                self._remove(file)
             except FormatError as e:
-                self._reject(file, e)
+                # The namespace is ours and so is its name; what cannot be read will never be, and takes room.
+                self._counters.add(rejected_segments_total=1)
+                self._complaints.say("reject", f"{file.path} {e}; removed.")
+                self._remove(file)
             except OSError as e:
                 # It may be readable next time, and takes its room until it is evicted, as the first.
                 self._complaints.say("recover", f"{file.path} cannot be read ({e}); its blocks are computed again.")
@@ -76,7 +81,7 @@ class Adoption:
                 tail = self._config.sync_bytes + self._config.batch_bytes
                 found = recovery.without_torn(self._reader(handle), found, tail, _PORTION_BYTES)
             if not found.entries.keys:
-                raise FormatError("holds no whole block")
+                raise NothingWritten("holds no whole block")
             segment = self._index.open_segment(header.identity, file.path, file.size)
             segment.sealed = True
             fresh = self._index.adopt(segment, found.entries, self._pause)
@@ -94,10 +99,7 @@ class Adoption:
         except OSError as e:
             self._complaints.say("footer", f"{segment.path} could not be finished ({e}).")
 
-    def _reject(self, file: SegmentFile, why: FormatError) -> None:
-        """The namespace is ours and so is its name; what cannot be read will never be, and takes room."""
-        self._counters.add(rejected_segments_total=1)
-        self._complaints.say("reject", f"{file.path} {why}; removed.")
+    def _remove(self, file: SegmentFile) -> None:
         try:
             folder.remove_file(file.path)
         except OSError as e:

@@ -50,6 +50,10 @@ class FormatError(ValueError):
     """These bytes are not what they should be; the message goes on after "it"."""
 
 
+class NothingWritten(FormatError):
+    """A file that was made and never written to: its process died in between."""
+
+
 class Identity(NamedTuple):
     """What ties the parts of one segment file together."""
 
@@ -153,6 +157,8 @@ def decode_header(page: Bytes) -> SegmentHeader:
         FormatError: not a segment header that this version can read.
     """
     magic, version, checksum, segment_id, nonce, namespace, block, size, created = _HEADER.unpack_from(page)
+    if not any(page[: _HEADER.size]):
+        raise NothingWritten("is empty")
     if magic != _HEADER_MAGIC:
         raise FormatError("does not begin with a segment header")
     if _CRC.unpack_from(page, _HEADER.size)[0] != zlib.crc32(page[: _HEADER.size]):

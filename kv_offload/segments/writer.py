@@ -22,7 +22,8 @@ from vllm_pd.kv_offload.segments.staging import Staging
 logger = logging.getLogger(f"vllm.{__name__}")
 
 TICK_S = 1.0
-"""How often the folder and the free space are looked at."""
+LOOK_S = 5.0
+"""How often the folder and the free space are looked at, besides after each new segment."""
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
@@ -181,7 +182,7 @@ class Writer:
         except OSError as e:
             self._complaints.say("evict", f"{self._config.root} cannot be kept within its limits ({e}).")
             again = False
-        self._look_at = now if again else now + TICK_S
+        self._look_at = now if again else now + LOOK_S
 
     def _stop(self, reason: Reason, why: str) -> None:
         self._off = reason

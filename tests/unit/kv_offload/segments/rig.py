@@ -39,6 +39,8 @@ def config(root: Path, **changes: Any) -> StoreConfig:
         "batch_bytes": 8 * BLOCK,
         "staging_bytes": 32 * BLOCK,
         "read_bytes": 16 * BLOCK,
+        # Only tests about a slow disk refuse blocks because of it.
+        "put_wait_s": LIMIT_S,
         "readers": 2,
         "open_files": 3,
     }

@@ -14,6 +14,7 @@ from vllm_pd.kv_offload.segments.format import (
     Entries,
     FormatError,
     Identity,
+    NothingWritten,
     SegmentHeader,
     batch_header_bytes,
     decode_batch,
@@ -60,6 +61,8 @@ def test_a_header_of_another_version_is_refused_with_both_numbers() -> None:
     with pytest.raises(FormatError, match="damaged"):
         decode_header(page[:8] + b"\x09" + page[9:])
     with pytest.raises(FormatError, match="does not begin"):
+        decode_header(b"x" * ALIGN)
+    with pytest.raises(NothingWritten):
         decode_header(bytes(ALIGN))
 
 
