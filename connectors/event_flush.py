@@ -29,13 +29,13 @@ def install() -> None:
         try:
             return bool(reset_prefix_cache(self, *args, **kwargs))
         finally:
-            _publish(self, [])
+            publish(self, [])
 
     @functools.wraps(reset_connector_cache)
     def reset_connector_cache_and_publish(self: Any, *args: Any, **kwargs: Any) -> bool:
         done = bool(reset_connector_cache(self, *args, **kwargs))
         if done and self.connector is not None:
-            _publish(self, [compat.BlockRemoved(block_hashes=[], medium=CPU)])
+            publish(self, [compat.BlockRemoved(block_hashes=[], medium=CPU)])
         return done
 
     setattr(reset_prefix_cache_and_publish, _MARK, True)
@@ -43,7 +43,7 @@ def install() -> None:
     scheduler.reset_connector_cache = reset_connector_cache_and_publish
 
 
-def _publish(scheduler: Any, last: list[Any]) -> None:
+def publish(scheduler: Any, last: list[Any]) -> None:
     """Publish what has gathered since the last step, and then `last`."""
     events = list(scheduler.kv_cache_manager.take_events() or ())
     if scheduler.connector is not None:

@@ -20,7 +20,7 @@ import msgspec
 
 from vllm_pd import settings as s
 from vllm_pd import side_channel, transfer_config
-from vllm_pd.connectors import event_flush
+from vllm_pd.connectors import event_flush, weight_watch
 from vllm_pd.connectors.cpu_cures import calm_nixl, calm_queues
 from vllm_pd.connectors.farewells import Farewells
 from vllm_pd.connectors.handoff_arrivals import HandoffArrivals
@@ -31,6 +31,7 @@ from vllm_pd.connectors.offload_gate import OffloadGate
 from vllm_pd.connectors.pd_metadata import PDMetadata
 from vllm_pd.connectors.read_leases import Blocks, ReadLease, ReadLeases
 from vllm_pd.connectors.send_leases import SendLeases
+from vllm_pd.connectors.ssd_link import SsdLink
 from vllm_pd.errors import SettingsError
 from vllm_pd.given_up import GivenUp, Handoff, given_up
 from vllm_pd.holds import hold_key, released_keys
@@ -103,6 +104,10 @@ class PDConnector(MultiConnector):
                 Mode(_options(expanded.kv_transfer_config, self._tiers).get("load_gate", Mode.AUTO)),
                 vllm_config.scheduler_config.max_num_batched_tokens,
             )
+        self._ssd: SsdLink | None = None
+        if self._tiers is not None and role is KVConnectorRole.SCHEDULER:
+            self._ssd = SsdLink(self.sub_connectors[self._tiers].connector_scheduler.manager)
+            weight_watch.install()
         # Of the worker half.
         self._reads = ReadLeases()
         self._sends: SendLeases | None = None
@@ -134,6 +139,8 @@ class PDConnector(MultiConnector):
                 self._compute_anew(request, "its router had given it up before it came")
             else:
                 self._new_leases.append(lease)
+        if self._ssd is not None:
+            self._ssd.arrived(request)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -185,6 +192,10 @@ class PDConnector(MultiConnector):
             before = stats.data.get(transfer_config.OFFLOADING)
             stats.data[transfer_config.OFFLOADING] = counted if before is None else before.aggregate(counted)
         return stats
+
+    def weights_changed(self, why: str) -> bool:
+        """See `weight_watch`. Returns whether the SSD tier no longer has blocks that it told of."""
+        return self._ssd is not None and self._ssd.weights_changed(why)
 
     def reset_cache(self) -> bool:
         if self._gate is not None:

@@ -16,18 +16,22 @@ import dataclasses
 from typing import Any
 
 from vllm_pd.errors import SettingsError
-from vllm_pd.kv_offload import host_memory
+from vllm_pd.kv_offload import gate_metrics, host_memory, ssd_metrics
 from vllm_pd.kv_offload.dram_worker import DramOffloadingWorker
-from vllm_pd.kv_offload.ssd_config import SsdConfig, tier_config
+from vllm_pd.kv_offload.ssd_config import SsdConfig
 from vllm_pd.vllm_compat import (
     CanonicalKVCaches,
     CPUOffloadingSpec,
     OffloadingConfig,
     OffloadingWorker,
+    SecondaryTierFactory,
     SharedOffloadRegion,
     TieringOffloadingSpec,
     current_platform,
 )
+
+_SSD_TIER = "pd_ssd"
+"""Its name with vLLM, in the labels of vLLM's metrics, too."""
 
 
 class _HostMemoryTier:
@@ -40,6 +44,12 @@ class _HostMemoryTier:
     blocks_per_chunk: int
     replicated_layout: bool
     _dram_worker: DramOffloadingWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's, and what the cost gate counts."""
+        inherited = super().build_metric_definitions(extra_config)  # type: ignore[misc]
+        return {**inherited, **gate_metrics.definitions()}
 
     def _check_size(self) -> None:
         """Raises SettingsError: the tier cannot hold one chunk, or this host cannot hold the tier."""
@@ -100,7 +110,7 @@ class PDOffloadingSpec(_HostMemoryTier, CPUOffloadingSpec):  # type: ignore[misc
 
 
 class PDTieringOffloadingSpec(_HostMemoryTier, TieringOffloadingSpec):  # type: ignore[misc]
-    """KV in host memory with files on an SSD below it: vLLM's tiering manager and its file tier, kept within a budget.
+    """KV in host memory with an SSD below it: vLLM's tiering manager over our `SegmentTier`.
 
     The host memory is shared with the scheduler process, which moves blocks between it and the SSD.
 
@@ -113,9 +123,16 @@ class PDTieringOffloadingSpec(_HostMemoryTier, TieringOffloadingSpec):  # type: 
         if config.extra_config.get("secondary_tiers"):
             raise SettingsError("secondary_tiers is set by vllm-pd from ssd; remove it from the tier options.")
         ssd = SsdConfig.parse(config.extra_config.get("ssd"))
-        options = {**config.extra_config, "secondary_tiers": [tier_config(ssd, config)]}
+        if _SSD_TIER not in SecondaryTierFactory._registry:
+            SecondaryTierFactory.register_tier(_SSD_TIER, "vllm_pd.kv_offload.ssd_tier", "SegmentTier")
+        options = {**config.extra_config, "secondary_tiers": [{"type": _SSD_TIER, "ssd": ssd}]}
         super().__init__(dataclasses.replace(config, extra_config=options))
         self._check_size()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Asked where the options are still the user's, in which vLLM finds no tier below host memory."""
+        return {**super().build_metric_definitions(extra_config), **ssd_metrics.definitions()}
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Worker side; see `_HostMemoryTier.get_worker`."""

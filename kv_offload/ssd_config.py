@@ -1,51 +1,52 @@
-"""What the SSD tier is told, and where in the given folder its files lie.
-
-Block files are named by the hash of their tokens, so the folder must separate everything else that changes the bytes
-of a block. vLLM's file tier separates the model's name, the cache dtype, block sizes, layer names and parallelism;
-`namespace` adds the rest.
-"""
+"""What the SSD tier is told, parsed once. Needs neither vllm nor torch: a mistake shows before the model is loaded."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vllm_pd.errors import SettingsError
-from vllm_pd.vllm_compat import OffloadingConfig, current_platform, vllm_version
+from vllm_pd.kv_offload.block_io.choose import IOBackend
+from vllm_pd.layered import nearest
 
+MIB = 1 << 20
 GIB = 1 << 30
-ROOT_NAME = "vllm-pd-kv-1"
+ROOT_NAME = "vllm-pd-kv-2"
 """Folder under the given path; the number is raised when the layout below it changes."""
 
-READ_THREADS = 8
-WRITE_THREADS = 4
-
-_FORMAT_DIGEST = 16
+_FLOOR_SHARE = 20
+"""The default floor is this part of the file system: most get slow when they are nearly full."""
 
 
 @dataclass(frozen=True, slots=True)
 class SsdConfig:
-    """The option `ssd`.
+    """The option `ssd`. Sizes in bytes, times in seconds.
 
     Attributes:
         path: folder; created if absent, files go to a folder of our own inside it.
-        budget_bytes: bytes that everything below `path/ROOT_NAME` may take, over all models and servers using it.
+        budget_bytes: what everything below `root` may take, over all models and servers using it.
+        identity: what of the engine's settings changes the bytes of a block, see `ssd_namespace.model_identity`.
         floor_bytes: free space that is kept on the file system; None is 5% of it, at least 1 GiB.
-        identity: anything else that changes the bytes of a block, such as `model_identity` of the engine's settings.
+        backend: what moves the bytes.
+        segment_bytes: largest size of a segment file.
+        readers: threads that load.
+        load_deadline_s: a block that is not there by then is computed.
+        writes_per_day: how many times its size the tier may write in a day before blocks that are seen for the first
+            time are left out; those seen before are always written.
     """
 
     path: Path
     budget_bytes: int
+    identity: str
     floor_bytes: int | None = None
-    identity: str = ""
+    backend: IOBackend = IOBackend.AUTO
+    segment_bytes: int = 256 * MIB
+    readers: int = 4
+    load_deadline_s: float = 10.0
+    writes_per_day: float = 1.0
 
     @property
     def root(self) -> Path:
@@ -53,100 +54,113 @@ class SsdConfig:
 
     @classmethod
     def parse(cls, raw: Any) -> SsdConfig:
-        """From `{"path": ..., "gib": ..., "free_gib": ..., "identity": ...}`; the last two may be absent.
+        """From `{"path": ..., "gib": ..., "identity": ..., ...}`; see `_KEYS` for all of them.
 
         Raises:
             SettingsError: one sentence that says what to change.
         """
         if not isinstance(raw, Mapping):
             raise SettingsError(f"ssd must be an object with path and gib, got {raw!r}.")
-        unknown = sorted(set(raw) - {"path", "gib", "free_gib", "identity"})
+        unknown = sorted(set(raw) - set(_KEYS))
         if unknown:
             raise SettingsError(
-                f"ssd has the unknown key {unknown[0]!r}; known keys are path, gib, free_gib, identity."
+                f"ssd has the unknown key {unknown[0]!r}{nearest(str(unknown[0]), list(_KEYS))}; "
+                f"known keys are {', '.join(_KEYS)}."
             )
-        path, identity = raw.get("path"), raw.get("identity", "")
-        if not isinstance(path, str) or not path.strip():
-            raise SettingsError(f"ssd.path must name a folder, got {path!r}.")
-        if not isinstance(identity, str):
-            raise SettingsError(f"ssd.identity must be a text, got {identity!r}.")
-        free = raw.get("free_gib")
         return cls(
-            Path(path).expanduser(),
-            int(_number("ssd.gib", raw.get("gib"), exclusive=True) * GIB),
-            None if free is None else int(_number("ssd.free_gib", free) * GIB),
-            identity,
+            **{
+                field: read(f"ssd.{key}", raw.get(key))
+                for key, (field, read) in _KEYS.items()
+                if field in _REQUIRED or raw.get(key) is not None
+            }
         )
 
+    def check_place(self) -> None:
+        """
+        Raises:
+            SettingsError: the budget is more than the file system under `path` has, or that cannot be told.
+        """
+        place = self.path.absolute()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        try:
+            total = total_bytes(place)
+        except OSError as e:
+            raise SettingsError(
+                f"The SSD tier cannot use {self.path} ({e.strerror}); give --pd-ssd-path a folder this user can write."
+            ) from None
+        if self.budget_bytes > total:
+            raise SettingsError(
+                f"The SSD tier of {self.budget_bytes / GIB:g} GiB does not fit the file system of {self.path}, which "
+                f"has {total / GIB:.1f} GiB in all; lower --pd-ssd-gib."
+            )
 
-def _number(name: str, raw: Any, *, exclusive: bool = False) -> float:
-    valid = isinstance(raw, int | float) and not isinstance(raw, bool) and raw >= 0 and raw < float("inf")
-    if not valid or (exclusive and raw == 0):
-        raise SettingsError(f"{name} must be a number {'above' if exclusive else 'of at least'} 0, got {raw!r}.")
-    return float(raw)
-
-
-def tier_config(ssd: SsdConfig, config: OffloadingConfig) -> dict[str, Any]:
-    """The entry of vLLM's `secondary_tiers` that makes its factory build our `BoundedFileTier`."""
-    return {
-        "type": "BoundedFileTier",
-        "module_path": "vllm_pd.kv_offload.ssd_tier",
-        "root_dir": str(ssd.root / namespace(config, ssd.identity)),
-        "sweep_root": str(ssd.root),
-        "budget_bytes": ssd.budget_bytes,
-        "floor_bytes": ssd.floor_bytes,
-        "n_read_threads": READ_THREADS,
-        "n_write_threads": WRITE_THREADS,
-    }
-
-
-def namespace(config: OffloadingConfig, identity: str) -> str:
-    """Folder name for blocks of exactly this kind: the model's name, readable, and a digest."""
-    fields = {
-        "identity": identity,
-        "model": config.model.name,
-        "weights": _local_fingerprint(Path(config.model.name)),
-        "dtype": config.model.dtype,
-        "vllm": vllm_version(),
-        "layout": config.kv_cache_layout,
-        "canonical": config.canonical_layout,
-        "replicated": config.replicated_layout,
-        "bytes_per_block": config.worker_kv_bytes_per_block,
-        "world_size": config.parallel.world_size,
-        "device": _device_format(),
-    }
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:_FORMAT_DIGEST]
-    name = re.sub(r"[^A-Za-z0-9._-]+", "_", config.model.name).strip("._")[-48:]
-    return f"{name}-{digest}"
+    def floor(self) -> int:
+        """The floor in bytes; `path` exists. Raises OSError."""
+        if self.floor_bytes is not None:
+            return self.floor_bytes
+        return max(GIB, total_bytes(self.path) // _FLOOR_SHARE)
 
 
-def model_identity(vllm_config: Any) -> str:
-    """What of the engine's settings changes KV bytes but is not in `OffloadingConfig`, for `SsdConfig.identity`."""
-    model = vllm_config.model_config
-    hf_config = model.hf_config
-    fields = {
-        "revision": model.revision,
-        # The commit that a branch such as "main" stood for when the model was loaded from the hub's cache.
-        "commit": getattr(hf_config, "_commit_hash", None),
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "hf_config": hf_config.to_dict(),
-        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "hash_algo": vllm_config.cache_config.prefix_caching_hash_algo,
-    }
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+def total_bytes(path: Path) -> int:
+    """Size of the file system that `path` is on. Raises OSError."""
+    info = os.statvfs(path)
+    return info.f_blocks * info.f_frsize
 
 
-def _local_fingerprint(folder: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of a local model's files, so that new weights under an old path get a new namespace."""
-    if not folder.is_dir():
-        return []
-    return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.iterdir() if p.is_file())
+def _folder(name: str, raw: Any) -> Path:
+    if not isinstance(raw, str) or not raw.strip():
+        raise SettingsError(f"{name} must name a folder, got {raw!r}.")
+    return Path(raw).expanduser()
 
 
-def _device_format() -> str:
-    """vLLM's CPU attention kernels order a block by instruction set; on accelerators the layout's name says it all."""
-    if not current_platform.is_cpu():
-        return str(current_platform.device_type)
-    amx = torch.cpu._is_amx_tile_supported()
-    return f"cpu-{platform.machine()}-{'amx' if amx else 'vec'}"
+def _identity(name: str, raw: Any) -> str:
+    if not isinstance(raw, str) or not raw:
+        raise SettingsError(
+            f"{name} must say which model the blocks are of, got {raw!r}; --kv-connector pd fills it in, so use that."
+        )
+    return raw
+
+
+def _backend(name: str, raw: Any) -> IOBackend:
+    return IOBackend.parse(raw, name)
+
+
+def _number(*, above: float = -1.0, least: float = 0.0) -> Callable[[str, Any], float]:
+    def read(name: str, raw: Any) -> float:
+        valid = isinstance(raw, int | float) and not isinstance(raw, bool) and least <= raw < float("inf")
+        if not valid or raw <= above:
+            bound = f"above {above:g}" if above >= least else f"of at least {least:g}"
+            raise SettingsError(f"{name} must be a number {bound}, got {raw!r}.")
+        return float(raw)
+
+    return read
+
+
+def _size(unit: int, *, above: float = -1.0) -> Callable[[str, Any], int]:
+    number = _number(above=above)
+    return lambda name, raw: int(number(name, raw) * unit)
+
+
+def _whole(name: str, raw: Any) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int) or raw < 1:
+        raise SettingsError(f"{name} must be a whole number of at least 1, got {raw!r}.")
+    return raw
+
+
+_KEYS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "path": ("path", _folder),
+    "gib": ("budget_bytes", _size(GIB, above=0.0)),
+    "identity": ("identity", _identity),
+    "free_gib": ("floor_bytes", _size(GIB)),
+    "backend": ("backend", _backend),
+    "segment_mib": ("segment_bytes", _size(MIB, above=0.0)),
+    "readers": ("readers", _whole),
+    "load_deadline_s": ("load_deadline_s", _number(above=0.0)),
+    "writes_per_day": ("writes_per_day", _number()),
+}
+"""What the option's keys set, and how each is read."""
+
+_REQUIRED = {"path", "budget_bytes", "identity"}
+
+assert {field for field, _ in _KEYS.values()} == {field.name for field in fields(SsdConfig)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
@@ -60,17 +60,22 @@ class Request:
     def step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
 
-    def settle(self) -> None:
-        """Step until the manager has nothing left to do."""
+    def settle(self, each: Callable[[], None] | None = None) -> None:
+        """Step until the manager has nothing left to do; `each` is called after every step, or events are taken."""
         deadline = time.monotonic() + PATIENCE_S
         while self.manager.has_pending_work():
             assert time.monotonic() < deadline, "the manager still has pending work"
             self.step()
+            if each is None:
+                list(self.manager.take_events())
+            else:
+                each()
             time.sleep(0.001)
 
     def lookup(self, number: int) -> LookupResult:
         """Ask for a chunk, step by step, until the answer is final; fails if it never is."""
         deadline = time.monotonic() + PATIENCE_S
+        self.context.set_offload_key_position(key(number), (number + 1) * 32)
         while True:
             result = self.manager.lookup(key(number), self.context)
             if result in (LookupResult.HIT, LookupResult.MISS):
@@ -81,6 +86,8 @@ class Request:
 
     def store(self, worker: Any, job: int, numbers: Sequence[int], block_spec: Any) -> bool:
         """Store chunks from the KV cache; returns False when the manager has no room."""
+        for number in numbers:
+            self.context.set_offload_key_position(key(number), (number + 1) * 32)
         output = self.manager.prepare_store([key(n) for n in numbers], self.context)
         if output is None:
             return False

@@ -1,0 +1,116 @@
+"""Blocks of former weights, and of another version of an adapter, are never served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.kv_offload.engine import key
+from tests.unit.kv_offload.tiered import Engine, blocks, segments
+from vllm_pd.kv_offload.adapter_versions import VERSION_BYTES, AdapterVersions, without_version
+
+pytestmark = pytest.mark.vllm
+
+Start = Callable[..., Engine]
+
+
+def stored(engine: Engine, name: str, numbers: list[int]) -> None:
+    request = engine.request(name)
+    engine.store(request, numbers, numbers)
+    request.finish()
+
+
+def test_after_a_change_of_weights_the_tier_begins_anew_and_the_files_wait_for_the_weights_they_are_of(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start(events=True)
+    stored(engine, "a", [1, 2])
+    old = {path.parent for path in segments(tmp_path)}
+    assert engine.tier.weights_changed("reload_weights")
+    engine.manager.reset_cache()
+    assert engine.held([1, 2]) == [False, False]
+    assert engine.found(engine.request("b"), [1, 2]) == ["MISS", "MISS"]
+    stored(engine, "c", [2, 3])
+    assert engine.held([1, 2, 3]) == [False, True, True]
+    new = {path.parent for path in segments(tmp_path)} - old
+    assert len(new) == 1
+    engine.stop()
+    assert not any(folder.exists() for folder in new), "no other server has these weights"
+    again = start()
+    again.request("d").settle()
+    assert again.held([1, 2, 3]) == [True, True, False]
+
+
+def test_blocks_under_way_while_the_weights_change_are_not_stored(start: Start) -> None:
+    engine = start()
+    stored(engine, "a", [1])
+    running = engine.request("b")
+    engine.tier.weights_changed("update_weights")
+    assert engine.held([1]) == [False]
+    assert engine.found(running, [9]) == ["MISS"]
+    # Computed with the former weights, or some of them.
+    engine.store(running, [5], [5])
+    assert engine.metric("refused_blocks", "outdated") == 1
+    running.finish()
+    engine.manager.reset_cache()
+    assert engine.held([1, 5]) == [False, False]
+    stored(engine, "c", [6])
+    assert engine.held([6]) == [True]
+
+
+def test_several_calls_of_one_change_begin_anew_once(start: Start, tmp_path: Path) -> None:
+    engine = start()
+    stored(engine, "a", [1])
+    changed = [engine.tier.weights_changed(name) for name in ("start_weight_update", "update_weights", "finish")]
+    assert changed == [True, False, False]
+    stored(engine, "b", [2])
+    assert engine.tier.weights_changed("start_weight_update")
+    assert engine.held([2]) == [False]
+
+
+def test_another_version_of_an_adapter_does_not_find_the_blocks(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"one")
+    first = AdapterVersions().of(adapter(folder))
+    engine = start(events=True)
+    engine.tier.has_adapter("a", first)
+    request = engine.request("a")
+    engine.store(request, [1], [1])
+    request.finish()
+    engine.forget_memory()
+    (folder / "adapter_model.safetensors").write_bytes(b"another")
+    second = AdapterVersions().of(adapter(folder))
+    assert second != first
+    for name, version, found in (("b", second, "MISS"), ("c", None, "MISS"), ("d", first, "HIT")):
+        if version is not None:
+            engine.tier.has_adapter(name, version)
+        assert engine.found(engine.request(name), [1]) == [found], name
+
+
+def test_blocks_of_adapters_are_told_by_vllms_keys(start: Start) -> None:
+    engine = start(events=True)
+    engine.tier.has_adapter("a", b"v" * VERSION_BYTES)
+    request = engine.request("a")
+    request.store(engine.worker, next(engine.jobs), [1], blocks([1]))
+    request.settle(each=lambda: engine.told.extend(engine.events()))
+    assert engine.told == [(False, {key(1)})]
+    assert without_version(key(1)) == key(1)
+
+
+def test_an_adapters_version_is_that_of_its_first_request_until_it_is_loaded_anew(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"one")
+    versions = AdapterVersions()
+    first = versions.of(adapter(tmp_path))
+    (tmp_path / "weights").write_bytes(b"another")
+    assert versions.of(adapter(tmp_path)) == first, "the engine still has what it loaded"
+    assert versions.of(adapter(tmp_path, load_inplace=True)) != first
+    assert versions.of(adapter(tmp_path, lora_int_id=2)) != first
+
+
+def adapter(path: Path, **changes: Any) -> Any:
+    return SimpleNamespace(**{"lora_int_id": 1, "lora_path": str(path), "load_inplace": False, **changes})
