@@ -29,6 +29,7 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import LMCacheMPSchedul
 from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextPickle
 
 from vllm_pd import lmcache_options
+from vllm_pd.connectors import weight_watch
 from vllm_pd.connectors.lmcache_keys import KeySpace, why_not
 from vllm_pd.errors import SettingsError, UnsupportedLMCacheError
 from vllm_pd.kv_offload.ssd_namespace import model_identity, namespace
@@ -48,7 +49,7 @@ _INTERNALS: tuple[tuple[type, tuple[str, ...]], ...] = (
         LMCacheMPConnector,
         ("_get_or_create_request_tracker", "register_kv_caches", "start_load_kv", "wait_for_save", "request_finished"),
     ),
-    (LMCacheMPRequestState, ("READY", "BYPASS_LMCACHE")),
+    (LMCacheMPRequestState, ("PREFETCHING", "READY", "BYPASS_LMCACHE")),
     (LMCacheMPSchedulerAdapter, ("cleanup_lookup_result",)),
     (LMCacheMPWorkerAdapter, ("submit_retrieve_request", "create_recorded_event")),
 )
@@ -87,6 +88,7 @@ class PDLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         else:
             identity = namespace(build_offloading_config(quiet, kv_cache_config), model_identity(vllm_config))
             self._keys = KeySpace(identity.digest.hex())
+            weight_watch.install()
         self._said: set[str] = set()
 
     # Of the scheduler.
@@ -115,11 +117,23 @@ class PDLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         return kept, None
 
     def _get_or_create_request_tracker(self, request: Request) -> LMCacheMPRequestTracker:
+        known = self.request_trackers.get(request.request_id)
         tracker = super()._get_or_create_request_tracker(request)
-        tracker.cache_salt = self._keys.salt(request.cache_salt)
-        tracker.request_configs = None
-        tracker.max_offload_tokens = 0 if why_not(request) else None
+        if tracker is not known:
+            tracker.cache_salt = self._keys.salt(request.cache_salt)
+            tracker.request_configs = None
+            tracker.max_offload_tokens = 0 if why_not(request) else None
         return tracker
+
+    def weights_changed(self, why: str) -> None:
+        """See `weight_watch`. What is stored is not found any more, and nothing that is under way is stored."""
+        self._keys = self._keys.renewed()
+        for request_id, tracker in self.request_trackers.items():
+            tracker.max_offload_tokens = 0
+            if tracker.state is LMCacheMPRequestState.PREFETCHING:
+                _start_over(tracker)
+                self.scheduler_adapter.cleanup_lookup_result(request_id)
+        logger.warning("vllm-pd: %s changes the model's weights: its blocks in LMCache are not used any more.", why)
 
     def _stays_out(self, request: Request) -> bool:
         reason = why_not(request)

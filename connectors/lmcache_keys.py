@@ -13,6 +13,7 @@ its record of a request made for one whose prompt changes.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from typing import Any
 
 LORA = "a LoRA adapter is not part of LMCache's keys"
@@ -34,6 +35,10 @@ class KeySpace:
 
     def __init__(self, identity: str) -> None:
         self._identity = identity
+
+    def renewed(self) -> KeySpace:
+        """Another one, that nothing is stored under: the engine's blocks are no longer what its identity says."""
+        return KeySpace(f"{self._identity} {secrets.token_hex(16)}")
 
     def salt(self, cache_salt: str | None) -> str:
         """The salt that LMCache gets for a request that came with `cache_salt`: 64 hex digits."""

@@ -195,6 +195,9 @@ class PDConnector(MultiConnector):
 
     def weights_changed(self, why: str) -> bool:
         """See `weight_watch`. Returns whether the SSD tier no longer has blocks that it told of."""
+        for child in self.sub_connectors:
+            if (tell := getattr(child, "weights_changed", None)) is not None:
+                tell(why)
         return self._ssd is not None and self._ssd.weights_changed(why)
 
     def reset_cache(self) -> bool:

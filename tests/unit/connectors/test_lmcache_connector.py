@@ -221,6 +221,20 @@ def test_a_preempted_request_may_load_again(scheduler: PDLMCacheConnector) -> No
     assert len(scheduler.scheduler_adapter.lookups[-1]["cache_salt"]) == 64
 
 
+def test_after_a_change_of_weights_nothing_from_before_is_found_or_stored(scheduler: PDLMCacheConnector) -> None:
+    running, waiting = request("running"), request("waiting")
+    scheduler.scheduler_adapter.hits["waiting"] = CHUNK
+    for mine in (running, waiting):
+        scheduler.get_num_new_matched_tokens(mine, 0)
+    scheduler.update_state_after_alloc(running, blocks(1, 2, 3, 4), 0)
+    scheduler.weights_changed("reload_weights")
+    assert stores(scheduler, step(running=4 * BLOCK)) == []
+    assert scheduler.get_num_new_matched_tokens(waiting, 0) == (0, False)
+    scheduler.get_num_new_matched_tokens(request("later"), 0)
+    first, *_, last = (lookup["cache_salt"] for lookup in scheduler.scheduler_adapter.lookups)
+    assert first != last
+
+
 def test_no_kv_events_are_gathered_that_nobody_would_fetch(worker: PDLMCacheConnector) -> None:
     assert worker.worker_adapter.given["enable_kv_events"] is False
 
