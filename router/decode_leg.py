@@ -360,6 +360,8 @@ class DecodeLeg:
         if answer.status != HTTPStatus.OK:
             return
         attempt.first_byte()
+        if attempt.remote:
+            self._metrics.split.inc()
         if not call.demand.silent:
             self._metrics.ttft_error.observe(now - call.decided - call.ttft)
         if not attempt.remote:

@@ -67,7 +67,8 @@ class PrefillOutcome:
     pool: PoolId | None = None
     """Whose workers may read the blocks."""
     hold: Hold | None = None
-    """The blocks. To be released if no decode worker is ever sent the parameters."""
+    """The blocks; after a failure, those that may be kept all the same. To be released if no decode worker is ever sent
+    the parameters."""
 
     @property
     def account(self) -> dict[str, str | None]:
@@ -164,5 +165,6 @@ def _outcome(worker: Worker, status: int, content: bytes, hold: Hold) -> Prefill
         return PrefillOutcome(failure=status_name(status))
     params = transfer_params(content)
     if params is None:
-        return PrefillOutcome(failure=Failure.NO_PARAMS)
+        # It may keep blocks all the same.
+        return PrefillOutcome(failure=Failure.NO_PARAMS, hold=hold)
     return PrefillOutcome(params=params, worker=worker.id, pool=worker.pool, hold=hold)

@@ -84,7 +84,6 @@ class Proxy:
         try:
             self._planned(call, placement)
             if placement.prefill is not None:
-                self._metrics.split.inc()
                 outcome = await self._prefill(call, placement.prefill, placement.record)
                 # A stream that has begun goes on where it can.
                 strict = self._settings.require_prefill and not call.continues
@@ -101,7 +100,7 @@ class Proxy:
         finally:
             if call.reserved is not None:
                 call.reserved.end()
-            if outcome is not None and outcome.hold is not None and not call.handed:
+            if outcome is not None and outcome.hold is not None and not outcome.failure and call.handed is None:
                 self._releases.release(outcome.hold)
 
     async def _refuse(self, call: Call, status: int, outcome: PrefillOutcome) -> None:
@@ -133,6 +132,8 @@ class Proxy:
                 call.params, call.prefilled_on, call.prefilled_pool = outcome.params, outcome.worker, outcome.pool
                 break
             _log.debug("%s prefill on %s failed: %s", call.id, placed.worker.id, failure)
+            if outcome.hold is not None:
+                self._releases.release(outcome.hold)
             if failure not in ELSEWHERE:
                 break
             call.tried.add(placed.worker.id)

@@ -251,25 +251,20 @@ class QueuedPrefill:
         if result.error:
             _log.debug("%s prefill job failed: %s", call.id, result.error)
             return PrefillOutcome(failure=Failure.DEAD_LETTER, way=Way.QUEUE, stream=stream, detail=result.error)
+        worker = WorkerId(result.worker)
+        known, own = self._directory.get(worker), own_authorization(self._settings, call)
+        kept = Hold(known.record, hold, authorization=own) if known is not None else None
+        without = PrefillOutcome(failure=Failure.NO_PARAMS, way=Way.QUEUE, stream=stream, hold=kept)
         try:
             answer = decode_answer(result.data)
         except ValueError:
-            return PrefillOutcome(failure=Failure.NO_PARAMS, way=Way.QUEUE, stream=stream)
+            return without
         if answer.status != HTTPStatus.OK:
             return PrefillOutcome(failure=status_name(answer.status), way=Way.QUEUE, stream=stream)
-        worker = WorkerId(result.worker)
         if worker == attempt.worker.id:
             attempt.first_byte(answer.computed_ms / 1000)
             computed(self._placer, attempt, call)
         params = transfer_params(answer.body)
         if params is None:
-            return PrefillOutcome(failure=Failure.NO_PARAMS, way=Way.QUEUE, stream=stream)
-        known, own = self._directory.get(worker), own_authorization(self._settings, call)
-        return PrefillOutcome(
-            way=Way.QUEUE,
-            stream=stream,
-            params=params,
-            worker=worker,
-            pool=queue.pool,
-            hold=Hold(known.record, hold, authorization=own) if known is not None else None,
-        )
+            return without
+        return PrefillOutcome(way=Way.QUEUE, stream=stream, params=params, worker=worker, pool=queue.pool, hold=kept)

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from tests.unit.router.conftest import LONG, PD, Cluster, StartCluster, StartWorker, record, until
 from tests.unit.router.fake_worker import FakeWorker, Hook, Seen, cut, first_times, hang, status
+from vllm_pd.holds import HOLD_FIELD, RELEASE_FIELD
 from vllm_pd.router.aiohttp_server import UNHURRIED_BYTES
 from vllm_pd.router.decode_leg import MAX_DECODE_ATTEMPTS
 from vllm_pd.state import RegistrySnapshot, Role, WorkerId
@@ -45,7 +46,18 @@ async def test_failed_prefill_leg_sends_the_request_whole(pd: PD, hook: Hook, re
     assert (await pd.cluster.post("/v1/completions", BODY))[0] == 200
     assert pd.decode.posts[0].raw == BODY
     assert pd.cluster.metric("prefill_fallback_total", reason=reason) == 1
+    assert pd.cluster.metric("split_total") == 0
     assert pd.cluster.inflight() == 0
+
+
+@pytest.mark.parametrize("answers", ["nonsense", "no params"])
+async def test_blocks_of_a_prefill_leg_without_transfer_parameters_are_let_go(pd: PD, answers: str) -> None:
+    """They may have been lost on the way; the worker keeps the blocks until somebody reads them."""
+    pd.prefill.hook = first_times(1, nonsense if answers == "nonsense" else no_params)
+    await pd.cluster.post("/v1/completions", BODY)
+    await until(lambda: len(pd.prefill.posts) == 2, "the worker was told")
+    leg, told = pd.prefill.posts
+    assert told.json["kv_transfer_params"] == {RELEASE_FIELD: [leg.json["kv_transfer_params"][HOLD_FIELD]]}
 
 
 async def test_prefill_leg_that_hangs_is_cancelled_and_the_request_goes_whole(

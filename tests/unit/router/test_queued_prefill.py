@@ -351,6 +351,9 @@ async def test_failed_job_sends_the_request_whole(opened: Open, code: int, outco
         assert len(prefill.legs) == tries
         assert "kv_transfer_params" not in decode.worker.posts[0].json
         assert cluster.metric("prefill_dispatch_total", way="queue", outcome=outcome) == 1
+        if outcome == "no_params":
+            hold = prefill.legs[0].json["kv_transfer_params"]["pd_hold"]
+            await until(lambda: prefill.released == [hold], "what blocks it may keep are let go")
 
 
 async def test_job_that_nobody_can_do_is_an_error_where_decode_workers_may_not_prefill(opened: Open) -> None:
