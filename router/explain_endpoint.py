@@ -35,7 +35,7 @@ class ExplainEndpoint:
         if call is None:
             return
         call.demand.explain = True
-        placement = self._placer.place(call.demand, call.workers, split=True)
+        placement = self._placer.place(call.demand, call.workers, split=True, sends=False)
         if placement is None:
             await send_error(reply, 503, nothing_decodes(self._directory, call.demand.model))
             return

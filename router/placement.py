@@ -85,13 +85,20 @@ class Placer:
         """Requests in a row that went whole because of what a hand-over is believed to take."""
 
     def place(
-        self, demand: Demand, workers: Sequence[Worker], *, split: bool, exclude: Collection[WorkerId] = ()
+        self,
+        demand: Demand,
+        workers: Sequence[Worker],
+        *,
+        split: bool,
+        exclude: Collection[WorkerId] = (),
+        sends: bool = True,
     ) -> Placement | None:
         """The best placement now; None when nothing is left that decodes.
 
         Args:
             split: whether another worker may prefill, as far as the caller is concerned.
             exclude: workers that are not to be asked.
+            sends: whether the request is really sent. If not, nothing is learned from it.
         """
         began, now = time.perf_counter(), self._clock()
         usable = [worker for worker in workers if worker.id not in exclude] if exclude else workers
@@ -103,7 +110,7 @@ class Placer:
         equals = len(usable) > 1 and all(worker.role is Role.BOTH for worker in usable)
         rule = _NO_SPLIT if equals else demand.rule
         decision = _decide(demand, asks, rule, seed, now)
-        if decision.plan.weighed is not None and self._worth_a_try(decision.plan):
+        if sends and decision.plan.weighed is not None and self._worth_a_try(decision.plan):
             rule = _TRY
             decision = _decide(demand, asks, rule, seed, now)
         placement = self._placement(demand, usable, asks, decision, rule, seed, now)

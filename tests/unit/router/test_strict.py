@@ -174,6 +174,8 @@ async def test_hand_over_that_is_never_worth_it_is_tried_now_and_then(
     await cluster.join(await start_worker(), Role.DECODE)
     split = []
     for _ in range(7):
+        # Asking where a request would go is not sending one.
+        assert (await cluster.post("/v1/explain", BODY))[0] == 200
         assert (await cluster.post(PATH, BODY))[0] == 200
         split.append(len(prefill.posts))
     assert split == [0, 0, 1, 1, 1, 2, 2]
