@@ -21,6 +21,7 @@ CONNECTOR = "pd"
 """Name under which our connector is registered with vLLM."""
 
 DEFAULT_LEASE_S = 10.0
+DEFAULT_WRITES_PER_DAY = 1.0
 GIB = 1 << 30
 
 TIERS, LMCACHE, NONE = "tiers", "lmcache", "none"
@@ -100,6 +101,14 @@ class WorkerSettings:
         parse=layered.number(0, high=1 << 30),
         default=0.0,
     )
+    ssd_writes_per_day: float = setting(
+        help="how many times its size the SSD tier may write in a day before blocks seen for the first time are left "
+        "out, which spares the drive; 0 writes only what comes again",
+        env="VLLM_PD_SSD_WRITES_PER_DAY",
+        flag="--pd-ssd-writes-per-day",
+        parse=layered.number(0, high=1e6),
+        default=DEFAULT_WRITES_PER_DAY,
+    )
     load_gate: Mode = setting(
         help="auto: a prompt's blocks are loaded from the tiers where that is expected to beat computing them; "
         "always, never: whatever it costs, or not at all",
@@ -155,10 +164,11 @@ class WorkerSettings:
 
     def to_extra_config(self) -> dict[str, Any]:
         """The `kv_connector_extra_config` that `from_extra_config` turns back into an equal object."""
+        defaults = WorkerSettings()
         return {
             name: str(value) if isinstance(value, StrEnum) else dict(value) if isinstance(value, Mapping) else value
             for name in layered.settings_of(WorkerSettings)
-            if (value := getattr(self, name)) not in ("", {}, 0.0)
+            if (value := getattr(self, name)) not in ("", {}, 0.0) or value != getattr(defaults, name)
         }
 
 
@@ -189,6 +199,10 @@ def check(settings: WorkerSettings) -> None:
         raise SettingsError("--pd-ssd-gib has no folder to write to; add --pd-ssd-path or drop --pd-ssd-gib.")
     if settings.ssd_path and not settings.ssd_gib:
         raise SettingsError("--pd-ssd-path has no size; add --pd-ssd-gib with the GiB it may use.")
+    if settings.ssd_writes_per_day != DEFAULT_WRITES_PER_DAY and not settings.ssd_path:
+        raise SettingsError("--pd-ssd-writes-per-day is about an SSD tier, and there is none; add --pd-ssd-path.")
+    if "ssd" in settings.tiers and not settings.ssd_path:
+        raise SettingsError("tiers.ssd has options of an SSD tier, and there is none; add --pd-ssd-path.")
     if settings.ssd_path and not settings.cpu_gib:
         raise SettingsError("--pd-ssd-path needs a CPU tier above it; add --pd-cpu-gib.")
     overlap = {"kv_connector", "engine_id", "kv_role", "load_gate"} & (set(settings.nixl) | set(settings.tiers))

@@ -10,6 +10,7 @@ from vllm_pd import lmcache_options
 from vllm_pd import settings as s
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.cost_gate import Mode
+from vllm_pd.kv_offload.ssd_config import SsdConfig
 from vllm_pd.state.base import Role
 from vllm_pd.vllm_compat import KVTransferConfig, is_nixl_available, vllm_config_class
 
@@ -58,11 +59,12 @@ def child_configs(settings: s.WorkerSettings, *, nixl: bool) -> list[dict[str, A
             offload["load_gate"] = str(settings.load_gate)
         if settings.ssd_path:
             offload["spec_name"] = "PDTieringOffloadingSpec"
-            offload["ssd"] = {"path": settings.ssd_path, "gib": settings.ssd_gib}
+            offload["ssd"] = _ssd(settings)
         if settings.store and _CHUNK_OPTIONS & settings.tiers.keys():
             # A chunk of several blocks is otherwise announced by the hash of its last one alone.
             offload["self_describing_kv_events"] = True
-        children.append(_child(OFFLOADING, {**offload, **settings.tiers}))
+        own = {name: value for name, value in settings.tiers.items() if name != "ssd"}
+        children.append(_child(OFFLOADING, {**offload, **own}))
     if settings.offload == s.LMCACHE:
         options = lmcache_options.connector_options(settings.lmcache_url, settings.lmcache)
         children.append(_child(lmcache_options.CONNECTOR, options))
@@ -72,6 +74,19 @@ def child_configs(settings: s.WorkerSettings, *, nixl: bool) -> list[dict[str, A
             "install it with pip install 'vllm-pd[nixl]' or add --pd-cpu-gib."
         )
     return children
+
+
+def _ssd(settings: s.WorkerSettings) -> dict[str, Any]:
+    """The option `ssd`, as far as it is known before the model is.
+
+    Raises:
+        SettingsError: an option of `tiers.ssd` is unknown or malformed.
+    """
+    ssd: dict[str, Any] = {"path": settings.ssd_path, "gib": settings.ssd_gib, **settings.tiers.get("ssd", {})}
+    if settings.ssd_writes_per_day != s.DEFAULT_WRITES_PER_DAY:
+        ssd["writes_per_day"] = settings.ssd_writes_per_day
+    SsdConfig.parse({**ssd, "identity": "not known yet"})
+    return ssd
 
 
 def check_nixl(settings: s.WorkerSettings) -> bool:
