@@ -28,6 +28,9 @@ DEFAULTS: Mapping[str, Any] = {
     # hangs. Three missed heartbeats must fit into the 30 s after which the server forgets a worker.
     "mq_timeout": 5.0,
     "heartbeat_interval": 2.0,
+    # The worker copies. With CUDA LMCache's own default is that its server writes into GPU memory, and one that is taken
+    # for dead while it does so may write into blocks that another request has got by then.
+    "mp_transfer_mode": "engine_driven",
 }
 _OPTIONS = (
     "mq_timeout", "heartbeat_interval", "nonblocking_lookup_status", "mp_transfer_mode", "isolated_ipc", "use_vmm_api",

@@ -53,7 +53,7 @@ def test_what_contradicts_itself_ends_with_one_sentence(settings: dict[str, Any]
         assert word in sentence
 
 
-def test_options_reach_lmcache_by_its_own_names_with_defaults_that_do_not_wait_for_minutes() -> None:
+def test_options_reach_lmcache_by_its_own_names_with_defaults_of_ours() -> None:
     worker = load_worker_settings(
         file={"offload": "lmcache", "lmcache_url": "cache1:6000", "lmcache": {"lmcache.mp.save_decode_cache": True}}
     ).value
@@ -64,6 +64,7 @@ def test_options_reach_lmcache_by_its_own_names_with_defaults_that_do_not_wait_f
         "lmcache.mp.port": 6000,
         "lmcache.mp.mq_timeout": 5.0,
         "lmcache.mp.heartbeat_interval": 2.0,
+        "lmcache.mp.mp_transfer_mode": "engine_driven",
         "lmcache.mp.save_decode_cache": True,
     }
 
