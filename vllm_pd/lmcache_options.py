@@ -28,8 +28,8 @@ DEFAULTS: Mapping[str, Any] = {
     # hangs. Three missed heartbeats must fit into the 30 s after which the server forgets a worker.
     "mq_timeout": 5.0,
     "heartbeat_interval": 2.0,
-    # The worker copies. With CUDA LMCache's own default is that its server writes into GPU memory, and one that is taken
-    # for dead while it does so may write into blocks that another request has got by then.
+    # The worker copies. LMCache's own default with CUDA is that its server writes into GPU memory, and one that is
+    # taken for dead while it does so may write into blocks that another request has got by then.
     "mp_transfer_mode": "engine_driven",
 }
 _OPTIONS = (
