@@ -13,7 +13,8 @@ counts such blocks as no load of their own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -186,11 +187,19 @@ class OffloadGate:
         """The request ended, perhaps without ever having got its blocks."""
         self._forget(request_id)
 
-    def reset(self) -> None:
-        """vLLM is about to forget its jobs."""
-        if self._scheduler._jobs:
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """While vLLM forgets its copies and empties host memory."""
+        scheduler = self._scheduler
+        # Of a reset before this one, with no step in between: vLLM refuses another one until the workers heard of it.
+        unheard, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
+        if scheduler._jobs or unheard:
             self._fence.reset()
         self._measures.reset()
+        try:
+            yield
+        finally:
+            scheduler._current_batch_jobs_to_flush |= unheard
 
     def scheduled(self, output: SchedulerOutput, now: float) -> None:
         """A step goes to the workers."""

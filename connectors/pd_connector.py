@@ -201,9 +201,8 @@ class PDConnector(MultiConnector):
         return self._ssd is not None and self._ssd.weights_changed(why)
 
     def reset_cache(self) -> bool:
-        if self._gate is not None:
-            self._gate.reset()
-        return bool(super().reset_cache())
+        with self._gate.resetting() if self._gate is not None else nullcontext():
+            return bool(super().reset_cache())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._nixl is None or self._sends is None:
