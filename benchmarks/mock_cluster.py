@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
 import string
 import sys
 import tempfile
@@ -17,11 +19,33 @@ from types import TracebackType
 from benchmarks.load import http_request
 from vllm_pd.graph.embedded_store import EmbeddedStore
 from vllm_pd.graph.metrics_text import scrape
-from vllm_pd.graph.ports import LOOPBACK, free_port
+from vllm_pd.graph.ports import LOOPBACK, free_port, free_ports
 from vllm_pd.graph.process import ManagedProcess, ProcessSpec
 
 START_DEADLINE_S = 60.0
 MODEL = "mock"
+
+
+@dataclass(frozen=True, slots=True)
+class MockWorker:
+    """A worker of a `MockCluster`, always on the same port."""
+
+    role: str
+    url: str
+    process: ManagedProcess
+
+    def start(self) -> None:
+        """Start it (again) and wait until it answers.
+
+        Raises:
+            ProcessError: it did not start.
+        """
+        self.process.start().wait_ready(f"{self.url}/health", deadline_s=START_DEADLINE_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Nothing if it does not run."""
+        if self.process.is_running:
+            os.kill(self.process.pid, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +54,10 @@ class MockRouter:
 
     port: int
     pid: int
+
+    @property
+    def url(self) -> str:
+        return _url(self.port)
 
     def dispatched(self, way: str) -> int:
         """How many prefill legs went well on that way.
@@ -50,16 +78,29 @@ class MockCluster:
         self._stack.callback(shutil.rmtree, self._logs, ignore_errors=True)
         self.store = EmbeddedStore()
 
-    def worker(self, role: str, *flags: str) -> ManagedProcess:
+    def worker(self, role: str, *flags: str) -> MockWorker:
         """A mock worker in a process of its own, once it answers.
 
         Raises:
             ProcessError: it did not start.
         """
-        port = free_port()
-        command = [sys.executable, "-m", "vllm_pd.cli", "mock-worker", "--port", str(port), "--role", role]
-        process = self._process(f"{role}-{port}", [*command, "--store", self.store.url, *flags])
-        return process.wait_ready(_url(port, "/health"), deadline_s=START_DEADLINE_S)
+        (found,) = self.start_workers((role,), *flags)
+        return found
+
+    def start_workers(self, roles: Sequence[str], *flags: str) -> list[MockWorker]:
+        """The same for several at a time.
+
+        Raises:
+            ProcessError: one did not start.
+        """
+        workers = []
+        for role, port in zip(roles, free_ports(len(roles)), strict=True):
+            command = [sys.executable, "-m", "vllm_pd.cli", "mock-worker", "--port", str(port), "--role", role]
+            process = self._process(f"{role}-{port}", [*command, "--store", self.store.url, *flags])
+            workers.append(MockWorker(role, _url(port), process))
+        for worker in workers:
+            worker.process.wait_ready(f"{worker.url}/health", deadline_s=START_DEADLINE_S)
+        return workers
 
     def router(self, *flags: str) -> MockRouter:
         """A router, once it is ready.

@@ -59,7 +59,7 @@ def measure() -> list[dict[str, Any]]:
     rows = []
     with MockCluster() as cluster:
         cluster.worker("decode", "--speed", SPEED)
-        workers = [cluster.worker("prefill", "--speed", SPEED) for _ in range(2)]
+        workers = [worker.process for worker in cluster.start_workers(("prefill", "prefill"), "--speed", SPEED)]
         port = cluster.router("--disagg", "always", "--prefill-dispatch", "queue").port
         chance = random.Random(5)
         uvloop.run(_first_token(port, new_prompt(chance, 100), []))

@@ -78,7 +78,7 @@ def measure(plan: Plan) -> tuple[list[dict[str, Any]], float]:
     """
     chance = random.Random(4)
     with MockCluster() as cluster:
-        prefill = cluster.worker("prefill", "--speed", SPEED)
+        prefill = cluster.worker("prefill", "--speed", SPEED).process
         cluster.worker("decode", "--speed", SPEED)
         others = (cluster.store.pid, prefill.pid)
         routers = {way: cluster.router("--disagg", "always", "--prefill-dispatch", way) for way in WAYS}

@@ -13,7 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.soak_cluster import SoakCluster, SoakWorker
+from benchmarks.mock_cluster import MockWorker
+from benchmarks.soak_cluster import SoakCluster
 
 _POST_S = 5.0
 
@@ -98,7 +99,7 @@ class RandomFaults:
 
         return self._chance.choice((_Fault("store killed", restart), _Fault("store stopped", silence)))
 
-    def _of_worker(self, session: aiohttp.ClientSession, worker: SoakWorker) -> _Fault:
+    def _of_worker(self, session: aiohttp.ClientSession, worker: MockWorker) -> _Fault:
         async def kill() -> None:
             await asyncio.to_thread(worker.process.kill)
             await asyncio.sleep(DEAD_S)
@@ -130,7 +131,7 @@ class RandomFaults:
         return _Fault(name, post)
 
     async def _tell(
-        self, session: aiohttp.ClientSession, method: str, worker: SoakWorker, faults: Mapping[str, Any] | None
+        self, session: aiohttp.ClientSession, method: str, worker: MockWorker, faults: Mapping[str, Any] | None
     ) -> None:
         async with session.request(method, f"{worker.url}/mock/faults", json=faults) as answer:
             answer.raise_for_status()
