@@ -134,6 +134,7 @@ class RunningJob:
 
     async def _compute(self, request: PrefillRequest, left_s: float) -> Verdict:
         began = time.monotonic()
+        self._tools.progress.give()
         try:
             answer = await self._tools.api.post(request.path, self._headers(request), request.body, left_s)
         except PostFailed as e:

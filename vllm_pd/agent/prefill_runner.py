@@ -30,8 +30,9 @@ logger = logging.getLogger("vllm.vllm_pd")
 _WAIT_S = (0.1, 0.4)
 """How long an idle worker waits for a job to come to it before it looks at others' streams; longer and longer while
 there is nothing for anybody."""
-_LOADED_WAIT_S = 0.025
-"""The same while it computes: what is free changes, and a claim that waits does not hear of it."""
+_LOADED_WAIT_S = (0.025, 0.1)
+"""The same while it computes: what is free changes with every job that ends, and a claim that waits does not hear of
+it."""
 _LOOK_S = 0.1
 """Between two looks at others' streams."""
 _CANCELLED_WAIT_S = 5.0
@@ -93,6 +94,7 @@ class PrefillRunner:
         self._stuck: tuple[float, float] | None = None
         """The last sign of an engine that was found to make no progress, and when it is tried again without another."""
         self._wait_s = _WAIT_S[0]
+        self._loaded_wait_s = _LOADED_WAIT_S[0]
         self._next_look = 0.0
         self._before: Mapping[WorkerId, QueueDepth] = {}
         self._wake = asyncio.Event()
@@ -168,7 +170,8 @@ class PrefillRunner:
             while await self._queue.takeover(self._pool, self._me.worker, self._me.epoch):
                 pass
             self._taken_over = True
-        wait_s = _LOADED_WAIT_S if self.stats.tokens else self._wait_s
+        tokens = self.stats.tokens
+        wait_s = self._loaded_wait_s if tokens else self._wait_s
         claim = await self._queue.claim(self._pool, self._me, fits=fits, wait_ms=int(wait_s * 1000))
         if claim is None and rules.is_idle(self.budget, self.stats.tokens) and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_S
@@ -176,6 +179,9 @@ class PrefillRunner:
         if claim is not None:
             self._wait_s = _WAIT_S[0]
             self._begin(claim)
+        self._loaded_wait_s = (
+            min(_LOADED_WAIT_S[1], 2 * self._loaded_wait_s) if self.stats.tokens == tokens else _LOADED_WAIT_S[0]
+        )
 
     def _pause_s(self) -> float:
         """Seconds until it may claim as far as is known now; 0 when it may."""

@@ -166,6 +166,8 @@ def steps(progress: EngineProgress, clock: Clock, *pauses: float) -> None:
 def test_silence_while_there_is_work_means_that_the_engine_is_stuck() -> None:
     clock = Clock()
     progress = EngineProgress(clock=clock)
+    steps(progress, clock, 0.0, 0.1, 0.1)
+    progress.note(0)
     clock.now += 500
     # An idle engine says nothing, and a job that has just come needs its time.
     assert not progress.stuck(since=clock.now, at_least_s=10)
@@ -173,6 +175,47 @@ def test_silence_while_there_is_work_means_that_the_engine_is_stuck() -> None:
     clock.now += 10.1
     assert progress.stuck(given, 10)
     progress.note(1)
+    assert not progress.stuck(given, 10)
+
+
+def test_an_engine_that_has_just_started_has_all_the_patience_there_is() -> None:
+    """Its first steps may take far longer than any later one, and nothing is known of it."""
+    clock = Clock()
+    progress = EngineProgress(clock=clock)
+    given = clock.now
+    clock.now += 59
+    assert not progress.stuck(given, 10)
+    clock.now += 2
+    assert progress.stuck(given, 10)
+
+
+def test_an_engine_that_does_one_thing_at_a_time_is_known_by_that() -> None:
+    """It reports when it is idle again, so no two reports enclose a step."""
+    clock = Clock()
+    progress = EngineProgress(clock=clock)
+    for _ in range(2):
+        clock.now += 100
+        progress.give()
+        clock.now += 8
+        progress.note(0)
+    given = clock.now
+    progress.give()
+    clock.now += 15
+    assert not progress.stuck(given, 10)
+    clock.now += 2
+    assert progress.stuck(given, 10)
+
+
+def test_what_is_known_of_an_engine_outlasts_a_rest() -> None:
+    clock = Clock()
+    progress = EngineProgress(clock=clock)
+    steps(progress, clock, 0.0, 20.0, 20.0)
+    for _ in range(3):
+        progress.note(0)
+        clock.now += 1000
+    progress.note(0)
+    given = clock.now
+    clock.now += 39
     assert not progress.stuck(given, 10)
 
 
@@ -214,6 +257,7 @@ def test_patience_is_bounded_and_forgets() -> None:
 def test_pauses_of_an_idle_engine_teach_nothing() -> None:
     clock = Clock()
     progress = EngineProgress(clock=clock)
+    steps(progress, clock, 0.0, 0.1, 0.1)
     for _ in range(5):
         progress.note(0)
         clock.now += 30

@@ -353,7 +353,7 @@ async def test_an_engine_that_stopped_loses_its_jobs_and_gets_none_until_it_gets
     stub.answer = stub.hold
     await bench.put("one")
     await until(lambda: stub.open == 1)
-    clock.now += 60.0
+    clock.now += 61.0
     other, _ = await bench.worker(OTHER)
     assert (await bench.answer("one")).status == 200
     assert bench.results["one"].worker == OTHER.id
