@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.segments import folder, recovery
@@ -20,6 +20,8 @@ from vllm_pd.layered import nearest
 
 _PORTION_BYTES = 8 * MIB
 _JUST_MADE_S = 5.0
+
+_Seen = TypeVar("_Seen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,39 +133,31 @@ def verify(root: Path, name: str, progress: Callable[[int, int], None] | None = 
     Raises:
         SettingsError: no such namespace.
     """
-    path = _namespace(root, name)
-    files = _files(path)
-    total, done = sum(file.size for file in files), 0
-    good = corrupt = unreadable = unfinished = vanished = 0
-    problems = []
+    files = _files(_namespace(root, name))
+    total, done, vanished = sum(file.size for file in files), 0, 0
+    seen, problems = list[_Contents](), list[str]()
     for file in files:
         try:
-            with _opened(file) as read:
-                found = recovery.read_segment(read, file.size)
-                wrong: list[int] = []
-                count = 0
-                try:
-                    for number, whole in recovery.intact(read, found, 0, _PORTION_BYTES):
-                        count += 1
-                        if not whole:
-                            wrong.append(number)
-                except OSError as e:
-                    unreadable += len(found.entries.keys) - count
-                    problems.append(f"{file.path} cannot be read ({e.strerror}).")
-            # What a server is writing just now, or was writing when it died, need not be whole: the next start looks.
-            tail = recovery.tail_start(found, SYNC_BYTES + BATCH_BYTES)
-            torn = 0 if found.sealed else sum(number >= tail for number in wrong)
-            good, unfinished, corrupt = good + count - len(wrong), unfinished + torn, corrupt + len(wrong) - torn
-            if len(wrong) > torn:
-                problems.append(f"{file.path} has {len(wrong) - torn} blocks that are not what was stored.")
-        except FileNotFoundError:
-            vanished += 1
+            contents = _look(file, _contents)
+            if contents is None:
+                vanished += 1
+            else:
+                seen.append(contents)
+                problems += [f"{file.path} {text}." for text in contents.problems]
         except (FormatError, OSError) as e:
             problems += _problem(file, e)
         done += file.size
         if progress is not None:
             progress(done, total)
-    return VerifyResult(name, good, corrupt, unreadable, unfinished, vanished, tuple(problems))
+    return VerifyResult(
+        name,
+        good=sum(contents.good for contents in seen),
+        corrupt=sum(contents.corrupt for contents in seen),
+        unreadable=sum(contents.unreadable for contents in seen),
+        unfinished=sum(contents.unfinished for contents in seen),
+        vanished=vanished,
+        problems=tuple(problems),
+    )
 
 
 def clear(root: Path, name: str) -> ClearResult:
@@ -198,12 +192,11 @@ def _stat(path: Path) -> NamespaceStat:
     times, problems = [], []
     for file in files:
         try:
-            with _opened(file) as read:
-                found = recovery.read_segment(read, file.size)
-        except FileNotFoundError:
-            continue
+            found = _look(file, recovery.read_segment)
         except (FormatError, OSError) as e:
             problems += _problem(file, e)
+            continue
+        if found is None:
             continue
         keys.update(found.entries.keys)
         sealed += found.sealed
@@ -240,30 +233,75 @@ def _files(path: Path) -> tuple[SegmentFile, ...]:
         raise SettingsError(f"{path} cannot be read ({e.strerror}); look at it as the user it belongs to.") from None
 
 
-@contextmanager
-def _opened(file: SegmentFile) -> Iterator[recovery.Read]:
-    """Reads of a file through the page cache, which is left as it was found.
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """Of one segment: numbers of blocks as in `VerifyResult`, and what is wrong, to go on after its name."""
+
+    good: int
+    corrupt: int
+    unreadable: int
+    unfinished: int
+    problems: tuple[str, ...]
+
+
+def _contents(read: recovery.Read, size: int) -> _Contents:
+    found = recovery.read_segment(read, size)
+    wrong, seen, problems = list[int](), 0, list[str]()
+    try:
+        for number, whole in recovery.intact(read, found, 0, _PORTION_BYTES):
+            seen += 1
+            if not whole:
+                wrong.append(number)
+    except OSError as e:
+        if e.errno == errno.ENODATA:
+            raise
+        problems.append(f"cannot be read ({e.strerror})")
+    # What a server is writing just now, or was writing when it died, need not be whole: the next start looks.
+    tail = recovery.tail_start(found, SYNC_BYTES + BATCH_BYTES)
+    unfinished = 0 if found.sealed else sum(number >= tail for number in wrong)
+    corrupt = len(wrong) - unfinished
+    if corrupt:
+        problems.append(f"has {corrupt} blocks that are not what was stored")
+    return _Contents(seen - len(wrong), corrupt, len(found.entries.keys) - seen, unfinished, tuple(problems))
+
+
+def _look(file: SegmentFile, what: Callable[[recovery.Read, int], _Seen]) -> _Seen | None:
+    """What `what` makes of a file, read through the page cache; None if there is no such file any more.
+
+    A server may finish the file meanwhile, which makes it shorter: then it is looked at once more.
 
     Raises:
-        OSError: it cannot be opened.
+        FormatError, OSError: as `what`, or it cannot be opened.
     """
-    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        size = os.fstat(fd).st_size
+        try:
+            return what(_reader(fd), size)
+        except (FormatError, OSError):
+            if (now := os.fstat(fd).st_size) == size:
+                raise
+            return what(_reader(fd), now)
+    finally:
+        os.close(fd)
 
+
+def _reader(fd: int) -> recovery.Read:
     def read(offset: int, length: int) -> memoryview:
         raw = bytearray()
         while len(raw) < length:
             part = os.pread(fd, length - len(raw), offset + len(raw))
             if not part:
-                raise OSError(errno.EIO, "the file is shorter than it was")
+                raise OSError(errno.ENODATA, "it ends too early")
             raw += part
         # A verification reads a whole disk once; what servers have in the cache is worth more.
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
         return memoryview(raw)
 
-    try:
-        yield read
-    finally:
-        os.close(fd)
+    return read
 
 
 def _problem(file: SegmentFile, error: FormatError | OSError) -> list[str]:

@@ -24,7 +24,7 @@ _HOTTEST = 255
 
 
 class Segment:
-    """A segment file and the blocks that were ever put in it. Counts are kept by `Index`, the rest by the writer.
+    """A segment file and the blocks that were ever put in it. `Index` keeps counts and size, the writer the rest.
 
     Attributes:
         identity: of the file.
@@ -92,6 +92,7 @@ class Index:
         self._changes: dict[bytes, bool] = {}
         self._slots = 0
         self._clock = 0
+        self._used_bytes = 0
 
     def __len__(self) -> int:
         return len(self._places)
@@ -109,10 +110,10 @@ class Index:
         with self._lock:
             return sorted(self._segments.values(), key=lambda segment: segment.id)
 
+    @property
     def used_bytes(self) -> int:
         """Of all segments' files."""
-        with self._lock:
-            return sum(segment.size for segment in self._segments.values())
+        return self._used_bytes
 
     @property
     def segment_count(self) -> int:
@@ -124,8 +125,15 @@ class Index:
             segment = Segment(identity, path, size, self._slots)
             self._segments[self._slots] = segment
             self._slots += 1
+            self._used_bytes += size
             self._clock = max(self._clock, segment.id)
         return segment
+
+    def resize(self, segment: Segment, size: int) -> None:
+        """Its file takes so many bytes now."""
+        with self._lock:
+            self._used_bytes += size - segment.size
+            segment.size = size
 
     def add(self, segment: Segment, entries: Entries, heat: bytes | None = None) -> None:
         """Blocks that were just written to `segment`: the newest, so they take the place of older copies."""
@@ -149,10 +157,16 @@ class Index:
         fresh = 0
         for first, portion in self._append(segment, entries, None, pause):
             for number, key in enumerate(portion, first):
-                if key not in self._places:
+                before = self._places.get(key)
+                if before is None:
                     self._changes[key] = True
-                    self._enter(key, segment, number)
                     fresh += 1
+                elif before >> _NUMBER_BITS == segment.slot:
+                    # In one segment the later copy is the newer: the earlier one had turned out bad.
+                    self._leave(before)
+                else:
+                    continue
+                self._enter(key, segment, number)
         return fresh
 
     def locate(self, keys: Sequence[bytes]) -> list[Place | None]:
@@ -215,7 +229,8 @@ class Index:
         with self._lock:
             if segment.pins or segment.live:
                 return False
-            self._segments.pop(segment.slot, None)
+            if self._segments.pop(segment.slot, None) is not None:
+                self._used_bytes -= segment.size
         return True
 
     def take_changes(self, limit: int) -> tuple[list[bytes], list[bytes]]:

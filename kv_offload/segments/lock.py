@@ -41,8 +41,8 @@ class FolderLock:
                 # Between our open and our lock the holder may have removed the file with its folder: then this is a
                 # lock on nothing, and another process can have one on a new file of that name.
                 if _is_at(fd, path):
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                    # In place and of one length, so that who looks meanwhile reads a whole number.
+                    os.pwrite(fd, f"{os.getpid():<19}\n".encode(), 0)
                     return cls(path, fd)
                 os.close(fd)
                 continue

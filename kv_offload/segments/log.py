@@ -170,7 +170,7 @@ class SegmentLog:
             self._write(pieces(file, end, memory.address, len(footer)))
             self._io.sync(file)
             folder.cut_file(segment.path, end + len(footer))
-            segment.size = end + len(footer)
+            self._index.resize(segment, end + len(footer))
         finally:
             file.close()
 
@@ -199,7 +199,7 @@ class SegmentLog:
             self._counters.add(foreign_segments_total=1)
             return True
         others = [usage for usage in usages if usage.path != self._config.folder and holder(usage.path) is not None]
-        own = self._index.used_bytes()
+        own = self._index.used_bytes
         if not reclaim.is_ours_to_free(self._limits, used, free, wanted, own, len(others)):
             return False
         return self._evict(keep)

@@ -160,7 +160,7 @@ class SegmentStore:
         return StoreStats(
             blocks=len(self._index),
             segments=self._index.segment_count,
-            used_bytes=self._index.used_bytes(),
+            used_bytes=self._index.used_bytes,
             recovering=self._writer.recovering,
             writes_off=self._writer.off,
             staged_bytes=self._staging.staged_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ NAMESPACE = bytes(range(32))
 LIMIT_S = 30.0
 
 
+@functools.cache
 def key(i: int) -> bytes:
     """As vLLM's: a hash and the number of a KV cache group."""
     return random.Random(i).randbytes(32) + b"\0\0\0\0"

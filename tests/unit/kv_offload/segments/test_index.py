@@ -62,6 +62,13 @@ def test_what_is_found_on_the_disk_does_not_replace_what_is_newer() -> None:
     assert index.clock == 2
 
 
+def test_of_two_copies_in_one_segment_the_later_counts() -> None:
+    index = Index()
+    found = index.open_segment(Identity(1, 0), Path("segment-1"), 1000)
+    assert index.adopt(found, entries([5, 6, 5]), lambda: None) == 2
+    assert index.locate([key(5)]) == [(found, 2)] and found.live == 2
+
+
 def test_a_bad_block_leaves_unless_it_is_elsewhere_by_now() -> None:
     index = Index()
     old = segment(index, 1, range(2))
@@ -79,9 +86,11 @@ def test_a_segment_under_a_load_is_not_dropped() -> None:
     old = segment(index, 1, range(2))
     places = index.locate([key(0)])
     index.empty(old)
-    assert not index.drop(old)
+    assert not index.drop(old) and index.used_bytes == 1000
     index.unpin([place for place in places if place])
-    assert index.drop(old) and index.segments() == []
+    index.resize(old, 700)
+    assert index.used_bytes == 700
+    assert index.drop(old) and index.segments() == [] and index.used_bytes == 0
 
 
 def test_use_is_counted_for_live_blocks_only() -> None:
