@@ -49,7 +49,7 @@ class Trouble(StrEnum):
     FAILING = "fails"
 
 
-class Outcome(StrEnum):
+class Sign(StrEnum):
     """What an answer's status says about the worker."""
 
     FINE = "fine"
@@ -60,11 +60,11 @@ class Outcome(StrEnum):
 _BUSY = (int(HTTPStatus.TOO_MANY_REQUESTS), int(HTTPStatus.SERVICE_UNAVAILABLE))
 
 
-def outcome_of(status: int) -> Outcome:
+def sign_of(status: int) -> Sign:
     """What the status of an answer says about the worker that gave it."""
     if status in _BUSY:
-        return Outcome.BUSY
-    return Outcome.FAILED if status >= 500 else Outcome.FINE
+        return Sign.BUSY
+    return Sign.FAILED if status >= 500 else Sign.FINE
 
 
 @dataclass(frozen=True, slots=True)

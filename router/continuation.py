@@ -63,7 +63,7 @@ _text = msgspec.json.Decoder(_Text)
 _error = msgspec.json.Decoder(_ErrorBody)
 
 
-class Outcome(StrEnum):
+class Continued(StrEnum):
     """What became of a stream that its worker broke off, as a metric's label."""
 
     CONTINUED = "continued"
@@ -210,7 +210,7 @@ class Continuation:
             await answer(following)
             if reply.began:
                 self._metrics.continuation_seconds.observe(reply.began - broken.at)
-            outcome = Outcome.FAILED if reply.failed else Outcome.CONTINUED
+            outcome = Continued.FAILED if reply.failed else Continued.CONTINUED
             self._metrics.broken_streams.labels(outcome, "").inc()
             _log.info("%s: its stream was %s as %s", call.id, outcome, following.id)
             broken = following.broken
@@ -220,11 +220,11 @@ class Continuation:
         members = read_body(call.body)
         await call.reply.write(tail.ending(usage=members is not None and wants_usage(members)))
         await call.reply.finish()
-        self._metrics.broken_streams.labels(Outcome.COMPLETED, "").inc()
+        self._metrics.broken_streams.labels(Continued.COMPLETED, "").inc()
 
     async def _end(self, call: Call, broken: Broken, why: str) -> None:
         """End the stream with an error event."""
-        self._metrics.broken_streams.labels(Outcome.ENDED, why).inc()
+        self._metrics.broken_streams.labels(Continued.ENDED, why).inc()
         cause = _CAUSES.get(why) or f"it would not be exact for this request ({why})"
         problem = f"{broken.problem} No other worker continues it: {cause}. Send the request again."
         _log.warning("%s: %s", call.id, problem)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm_pd.router.breaker import CLOSED, Breaker, Circuit, Outcome, outcome_of
+from vllm_pd.router.breaker import CLOSED, Breaker, Circuit, Sign, sign_of
 from vllm_pd.router.transport import Headers, retry_after
 from vllm_pd.router.worker import Source, Worker
 from vllm_pd.routing.rates import RateLearner
@@ -148,13 +148,13 @@ class Directory:
 
     def note_answer(self, worker: Worker, status: int, headers: Headers) -> None:
         """`worker` has answered with this status."""
-        outcome = outcome_of(status)
-        if outcome is Outcome.FINE and worker.breaker is CLOSED:
+        sign = sign_of(status)
+        if sign is Sign.FINE and worker.breaker is CLOSED:
             return
         now = self._clock()
-        if outcome is Outcome.FINE:
+        if sign is Sign.FINE:
             self._set(worker, worker.breaker.fine(now))
-        elif outcome is Outcome.BUSY:
+        elif sign is Sign.BUSY:
             self._set(worker, worker.breaker.busy(now, retry_after(headers)))
         else:
             self._set(worker, worker.breaker.failed(now, f"status {status}"))

@@ -27,7 +27,7 @@ class Hold:
     record: WorkerRecord
     """The worker that computes or has computed them."""
     key: str
-    """As `leg_bodies.prefill_body` wrote it into the prefill leg; from `holds.new_key`."""
+    """As `legs.prefill_body` wrote it into the prefill leg; from `holds.new_key`."""
     rank: int | None = None
     """Engine of a data-parallel worker; None: any of them."""
     authorization: str = field(default="", repr=False)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from vllm_pd.routing.choose import DEFAULT_AFFINITY, Affinity, TimeToFirst, choose
-from vllm_pd.routing.legs import DecodeLeg, Partners, Weighed
 from vllm_pd.routing.model import Ask, Candidate, Choice, Overlaps
 from vllm_pd.routing.policies.base import Policy
 from vllm_pd.routing.policies.predicted import Predicted
+from vllm_pd.routing.split_policy import Partners, SplitPolicy, Weighed
 from vllm_pd.routing.split_rule import DEFAULT_RULE, Disagg, SplitRule
 
 _WEIGHING = Predicted()
@@ -78,10 +78,10 @@ def plan(
     elsewhere = replace(ask, session=None) if ask.session is not None else ask
     weighing = policy if isinstance(policy, Predicted) else _WEIGHING
     partners = Partners(prefillers, lambda usable: pick(policy, elsewhere, usable), weighing, ask, overlaps, now, rule)
-    leg = DecodeLeg(weighing, ask, overlaps, now, rule, partners)
-    decode = pick(leg if weighing is policy else policy, ask, decoders, leg.ttft)
+    split = SplitPolicy(weighing, ask, overlaps, now, rule, partners)
+    decode = pick(split if weighing is policy else policy, ask, decoders, split.ttft)
     decoder = decoders[decode.chosen]
-    why_whole, weighed = leg.judge(decoder)
+    why_whole, weighed = split.judge(decoder)
     partner = partners.of(decoder)
     if why_whole or partner is None:
         return Plan(decode, None, why_whole, decode.best.ttft, weighed)

@@ -11,9 +11,9 @@ import msgspec
 from vllm_pd.errors import SettingsError
 from vllm_pd.routing import policies
 from vllm_pd.routing.decide import Decision, PoolAsk, decide
-from vllm_pd.routing.legs import Weighed
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Candidate, Overlap, Rates, Scored
 from vllm_pd.routing.policies.base import Policy
+from vllm_pd.routing.split_policy import Weighed
 from vllm_pd.routing.split_rule import SplitRule
 from vllm_pd.state.base import PoolId, Role, WorkerId
 from vllm_pd.state.block_index import Holder

@@ -18,9 +18,9 @@ from vllm_pd.router.breaker import (
     TRIAL_S,
     Breaker,
     Circuit,
-    Outcome,
+    Sign,
     Trouble,
-    outcome_of,
+    sign_of,
 )
 
 CLOSED = Breaker()
@@ -36,20 +36,20 @@ def failed(times: int, now: float = 100.0) -> Breaker:
 @pytest.mark.parametrize(
     ("status", "outcome"),
     [
-        (200, Outcome.FINE),
-        (302, Outcome.FINE),
-        (400, Outcome.FINE),
-        (404, Outcome.FINE),
-        (422, Outcome.FINE),
-        (429, Outcome.BUSY),
-        (500, Outcome.FAILED),
-        (502, Outcome.FAILED),
-        (503, Outcome.BUSY),
-        (504, Outcome.FAILED),
+        (200, Sign.FINE),
+        (302, Sign.FINE),
+        (400, Sign.FINE),
+        (404, Sign.FINE),
+        (422, Sign.FINE),
+        (429, Sign.BUSY),
+        (500, Sign.FAILED),
+        (502, Sign.FAILED),
+        (503, Sign.BUSY),
+        (504, Sign.FAILED),
     ],
 )
-def test_what_a_status_says_about_the_worker(status: int, outcome: Outcome) -> None:
-    assert outcome_of(status) is outcome
+def test_what_a_status_says_about_the_worker(status: int, outcome: Sign) -> None:
+    assert sign_of(status) is outcome
 
 
 def test_it_opens_after_several_failed_answers_in_a_row() -> None:

@@ -12,11 +12,11 @@ from tests.unit.routing.engines import SIMPLE, engine, send
 from vllm_pd.errors import SettingsError
 from vllm_pd.routing.choose import choose
 from vllm_pd.routing.ledger import EngineLedger
-from vllm_pd.routing.legs import DecodeLeg, Partners
 from vllm_pd.routing.model import Ask, Choice, Overlap
 from vllm_pd.routing.plan import Plan, plan
 from vllm_pd.routing.policies import POLICIES
 from vllm_pd.routing.policies.predicted import Predicted
+from vllm_pd.routing.split_policy import Partners, SplitPolicy
 from vllm_pd.routing.split_rule import Disagg, SplitRule, split_rule
 from vllm_pd.state.base import Role
 
@@ -229,7 +229,7 @@ def test_scores_are_those_of_the_way_that_is_judged_best(
         now,
         rule,  # type: ignore[arg-type]
     )
-    leg = DecodeLeg(policy, ask, known, now, rule, partners)
+    leg = SplitPolicy(policy, ask, known, now, rule, partners)
     decoders = [each for each in engines if each.role.decodes]
     for index, score in enumerate(leg.scores(ask, decoders, known, now)):
         assert sum(leg.parts(index, ask, decoders, known, now).values()) == pytest.approx(score)

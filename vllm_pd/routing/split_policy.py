@@ -128,7 +128,7 @@ def stall(decoder: Candidate, work: float, policy: Predicted, rule: SplitRule) -
     return work * (rule.stall * max(decoder.inflight, decoder.decoding) - policy.disturbance * decoder.decoding)
 
 
-class DecodeLeg:
+class SplitPolicy:
     """The policy by which `predicted` chooses the decode worker of a request that may be split."""
 
     name: ClassVar[str] = Predicted.name
