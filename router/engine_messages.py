@@ -21,8 +21,8 @@ from vllm_pd.router.headers import RANK_HEADER, to_worker
 from vllm_pd.router.transport import ConnectFailed, Headers, Upstream, UpstreamError
 from vllm_pd.state.base import WorkerRecord
 
-DEADLINE_S = 5.0
-"""For the worker's answer."""
+DEADLINE_S = 15.0
+"""For the worker's answer; half the usual lease. An API server that is busy for longer drops it with the connection."""
 LAST_S = 1.0
 """For what is under way when the router stops."""
 MAX_WAITING = 4096
