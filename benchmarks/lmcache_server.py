@@ -12,7 +12,7 @@ from types import TracebackType
 from vllm_pd.graph.ports import free_ports
 from vllm_pd.graph.process import ManagedProcess, ProcessSpec
 
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 240.0
 HOST = "127.0.0.1"
 
 
@@ -63,7 +63,11 @@ class LMCacheServer:
 
     def _start(self) -> None:
         self.process.start()
-        self.process.wait_ready(f"http://{HOST}:{self._http}/healthcheck", deadline_s=START_DEADLINE_S)
+        try:
+            self.process.wait_ready(f"http://{HOST}:{self._http}/healthcheck", deadline_s=START_DEADLINE_S)
+        except BaseException:
+            self.process.kill()
+            raise
 
     def __enter__(self) -> LMCacheServer:
         self._start()
