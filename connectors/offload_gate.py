@@ -283,7 +283,8 @@ class OffloadGate:
 
     def _decide(self, prompt: Prompt, beliefs: Beliefs) -> Decision:
         if self._mode is Mode.AUTO:
-            return decide(prompt, beliefs, refused=self._memory.refused, probe=self._memory.due)
+            memory = self._memory
+            return decide(prompt, beliefs, refused=memory.refused, avoided=memory.avoided, probe=memory.due)
         load = sum(run.blocks for run in prompt.runs) if self._mode is Mode.ALWAYS else 0
         return told(prompt, beliefs, load, Reason.ALWAYS, Reason.NEVER)
 

@@ -50,6 +50,8 @@ class Reason(StrEnum):
     SLOWER = "slower"
     LATE = "late"
     """The load was waited for longer than computing takes."""
+    AVOIDED = "avoided"
+    """The last loads from there were late."""
     NEVER = "never"
 
 
@@ -160,22 +162,30 @@ class Decision:
 
 
 def decide(
-    prompt: Prompt, beliefs: Beliefs, *, refused: Collection[Tier] = (), probe: Collection[Tier] = ()
+    prompt: Prompt,
+    beliefs: Beliefs,
+    *,
+    refused: Collection[Tier] = (),
+    avoided: Collection[Tier] = (),
+    probe: Collection[Tier] = (),
 ) -> Decision:
     """After how many runs to stop loading.
 
     Args:
         refused: tiers that the last prompts were not loaded from, for the band.
+        avoided: tiers to load nothing from, whatever is believed of them.
         probe: tiers to load from all the same.
     """
     runs = prompt.runs
+    shunned = set(avoided) - set(probe)
+    most = next((i for i, run in enumerate(runs) if run.tier in shunned), len(runs))
     reasons: dict[Tier, Reason] = {}
     for run in runs:
         if run.tier in probe:
             reasons[run.tier] = Reason.PROBE
         if beliefs.prefill is None or beliefs.speed_of(run.tier) is None:
             reasons[run.tier] = Reason.UNKNOWN
-    least = max((i + 1 for i, run in enumerate(runs) if run.tier in reasons), default=0)
+    least = max((i + 1 for i, run in enumerate(runs[:most]) if run.tier in reasons), default=0)
     load_s = [beliefs.load_s(runs[:stop]) for stop in range(len(runs) + 1)]
     compute_s = []
     blocks = 0
@@ -186,9 +196,11 @@ def decide(
             blocks += runs[stop].blocks
     leaning = [_leaning(runs[:stop], refused) for stop in range(len(runs) + 1)]
     # The later of two that cost the same: a load leaves the engine to others.
-    stop = min(range(least, len(runs) + 1), key=lambda i: (load_s[i] * leaning[i] + compute_s[i], -i))
+    stop = min(range(least, most + 1), key=lambda i: (load_s[i] * leaning[i] + compute_s[i], -i))
     parts = tuple(
-        Part(run, i < stop, reasons.get(run.tier, Reason.FASTER) if i < stop else Reason.SLOWER)
+        Part(run, True, reasons.get(run.tier, Reason.FASTER))
+        if i < stop
+        else Part(run, False, Reason.AVOIDED if run.tier in shunned else Reason.SLOWER)
         for i, run in enumerate(runs)
     )
     return Decision(prompt, parts, load_s[stop] + compute_s[stop], load_s[-1] + compute_s[-1], compute_s[0])

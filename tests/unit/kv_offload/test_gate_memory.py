@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from vllm_pd.kv_offload.cost_gate import Beliefs, Decision, Prompt, Reason, Run, Tier, decide
+from vllm_pd.kv_offload.cost_gate import Beliefs, Decision, Prompt, Reason, Run, Tier, decide, told
 from vllm_pd.kv_offload.gate_memory import PROBE_SHARE, GateMemory
 from vllm_pd.kv_offload.load_rates import SSD_PRIOR, LoadRate, LoadSpeed
 from vllm_pd.kv_offload.prefill_rate import PrefillSpeed
@@ -18,7 +18,7 @@ PROMPT = Prompt(tokens=1380, computed=0, block_tokens=32, runs=(Run(Tier.CPU, 20
 
 
 def ask(memory: GateMemory, beliefs: Beliefs = BELIEFS, prompt: Prompt = PROMPT) -> Decision:
-    decision = decide(prompt, beliefs, refused=memory.refused, probe=memory.due)
+    decision = decide(prompt, beliefs, refused=memory.refused, avoided=memory.avoided, probe=memory.due)
     memory.decided(decision, beliefs)
     return decision
 
@@ -72,11 +72,45 @@ def test_a_probe_that_shows_nothing_better_is_followed_by_none() -> None:
     assert not ask(memory).parts[1].load
 
 
-@pytest.mark.parametrize("reason", [Reason.LATE, Reason.NEVER])
-def test_only_a_refusal_by_cost_saves_up_for_a_probe(reason: Reason) -> None:
+def ask_late(memory: GateMemory, beliefs: Beliefs) -> Decision:
+    """As `ask`, from an SSD that never answers in time."""
+    decision = decide(PROMPT, beliefs, refused=memory.refused, avoided=memory.avoided, probe=memory.due)
+    if decision.loads_all:
+        decision = told(PROMPT, beliefs, 20, Reason.FASTER, Reason.LATE)
+    memory.decided(decision, beliefs)
+    return decision
+
+
+@pytest.mark.parametrize("ssd", [FAST, None], ids=["believed to be fast", "unknown"])
+def test_a_tier_that_hangs_is_avoided_after_two_loads_and_tried_now_and_then(ssd: LoadSpeed | None) -> None:
+    """Whatever its rate says: a load that never ends is not measured."""
+    memory, beliefs = GateMemory(), dataclasses.replace(BELIEFS, ssd=ssd)
+    reasons = [ask_late(memory, beliefs).parts[1].reason for _ in range(162)]
+    assert reasons[:3] == [Reason.LATE, Reason.LATE, Reason.AVOIDED]
+    assert 5 <= reasons.count(Reason.LATE) - 2 <= 160 * PROBE_SHARE + 1
+
+
+def test_a_tier_that_was_avoided_is_used_again_after_one_load_that_came_in_time() -> None:
+    memory, beliefs = GateMemory(), dataclasses.replace(BELIEFS, ssd=FAST)
+    for _ in range(5):
+        ask_late(memory, beliefs)
+    assert memory.avoided == {Tier.SSD}
+    while not ask(memory, beliefs).loads_all:
+        pass
+    assert memory.avoided == frozenset()
+    assert ask(memory, beliefs).parts[1].reason is Reason.FASTER
+
+
+def test_a_tier_behind_one_that_is_late_is_not_to_blame() -> None:
     memory = GateMemory()
-    decision = decide(PROMPT, BELIEFS)
-    parts = (decision.parts[0], dataclasses.replace(decision.parts[1], reason=reason))
+    prompt = dataclasses.replace(PROMPT, runs=(Run(Tier.SSD, 20), Run(Tier.CPU, 20)))
+    for _ in range(5):
+        memory.decided(told(prompt, BELIEFS, 0, Reason.FASTER, Reason.LATE), BELIEFS)
+    assert memory.avoided == {Tier.SSD}
+
+
+def test_what_somebody_forbade_saves_up_for_no_probe() -> None:
+    memory = GateMemory()
     for _ in range(1000):
-        memory.decided(dataclasses.replace(decision, parts=parts), BELIEFS)
+        memory.decided(told(PROMPT, BELIEFS, 0, Reason.ALWAYS, Reason.NEVER), BELIEFS)
     assert memory.due == frozenset()
