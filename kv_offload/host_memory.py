@@ -6,6 +6,7 @@ sentence instead.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -22,6 +23,8 @@ RESERVE_MAX_BYTES = GIB
 
 STALE_REGION_S = 600.0
 """A region younger than this may belong to a server that is starting and has not mapped it everywhere."""
+
+_LOWER = "lower --pd-cpu-gib or --pd-cpu-percent (cpu_bytes_to_use)"
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
@@ -50,7 +53,7 @@ def check_possible(needed: int, proc: Path = PROC, cgroup: Path = CGROUP) -> Non
     if needed > usable:
         raise SettingsError(
             f"The CPU tier of {_gib(needed)} does not fit this host, which can give at most {_gib(usable)} of its "
-            f"{_gib(total)}; lower --pd-cpu-gib (cpu_bytes_to_use)."
+            f"{_gib(total)}; {_LOWER}."
         )
 
 
@@ -64,7 +67,32 @@ def check_available(needed: int, proc: Path = PROC, cgroup: Path = CGROUP) -> No
     if needed > usable:
         raise SettingsError(
             f"The CPU tier needs {_gib(needed)} here but only {_gib(max(0, usable))} of host memory are free beside "
-            "the model; lower --pd-cpu-gib (cpu_bytes_to_use) or free memory."
+            f"the model; {_LOWER} or free memory."
+        )
+
+
+def check_shared(needed: int, name: str, shm: Path = SHM) -> None:
+    """Refuse a tier that does not fit the file system of shared memory: writing past its end is a SIGBUS.
+
+    Args:
+        needed: bytes of the region.
+        name: of the engine it belongs to. What its region already has, made by another process, counts as free.
+
+    Raises:
+        SettingsError: `needed` bytes are more than it can hold now.
+    """
+    try:
+        space = os.statvfs(shm)
+    except OSError:
+        # Then vLLM cannot make the region either, and says so.
+        return
+    free = space.f_bavail * space.f_frsize
+    with contextlib.suppress(OSError):
+        free += (shm / f"vllm_offload_{name}.mmap").stat().st_blocks * 512
+    if needed > free:
+        raise SettingsError(
+            f"The CPU tier of {_gib(needed)} lies in {shm}, where only {_gib(free)} are free; enlarge that (docker run "
+            f"--shm-size, a Kubernetes emptyDir of medium Memory at {shm}, or a remount) or {_LOWER}."
         )
 
 

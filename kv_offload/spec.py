@@ -13,10 +13,11 @@ Options (`kv_connector_extra_config` of the OffloadingConnector):
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from vllm_pd.errors import SettingsError
-from vllm_pd.kv_offload import gate_metrics, host_memory, ssd_metrics
+from vllm_pd.kv_offload import cache_policy, gate_metrics, host_memory, ssd_metrics
 from vllm_pd.kv_offload.dram_worker import DramOffloadingWorker
 from vllm_pd.kv_offload.ssd_config import SsdConfig
 from vllm_pd.vllm_compat import (
@@ -44,6 +45,7 @@ class _HostMemoryTier:
     blocks_per_chunk: int
     replicated_layout: bool
     _dram_worker: DramOffloadingWorker | None = None
+    _uses_shared_region: Callable[[], bool]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -55,8 +57,8 @@ class _HostMemoryTier:
         """Raises SettingsError: the tier cannot hold one chunk, or this host cannot hold the tier."""
         if self.kv_bytes_per_chunk and self.num_chunks < 1:
             raise SettingsError(
-                f"The CPU tier holds less than one chunk of {self.kv_bytes_per_chunk} bytes; raise --pd-cpu-gib "
-                f"(cpu_bytes_to_use) to at least {self.kv_bytes_per_chunk} bytes."
+                f"The CPU tier holds less than one chunk of {self.kv_bytes_per_chunk} bytes; raise --pd-cpu-gib or "
+                f"--pd-cpu-percent (cpu_bytes_to_use) to at least {self.kv_bytes_per_chunk} bytes."
             )
         host_memory.check_possible(self._worker_bytes * self._workers_here)
 
@@ -72,6 +74,11 @@ class _HostMemoryTier:
             return workers
         return max(1, min(workers, int(current_platform.device_count())))
 
+    @property
+    def _in_shared_memory(self) -> bool:
+        """Whether the tier is a file in /dev/shm rather than memory of the worker's own."""
+        return bool(self._uses_shared_region())
+
     def _make_dram_worker(self, kv_caches: CanonicalKVCaches) -> DramOffloadingWorker:
         return DramOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
 
@@ -81,6 +88,8 @@ class _HostMemoryTier:
             return self._dram_worker
         if self.config.parallel.rank == 0 or not self.replicated_layout:
             host_memory.check_available(self._worker_bytes)
+        if self._in_shared_memory:
+            host_memory.check_shared(self.num_chunks * self.kv_bytes_per_chunk, self.config.engine_id)
         if current_platform.is_cuda_alike() or current_platform.is_xpu():
             return super().get_worker(kv_caches)  # type: ignore[misc]
         if not current_platform.is_cpu():
@@ -105,6 +114,7 @@ class PDOffloadingSpec(_HostMemoryTier, CPUOffloadingSpec):  # type: ignore[misc
         _check_cpu_bytes(config.extra_config)
         if config.extra_config.get("ssd"):
             raise SettingsError("An SSD tier needs spec_name PDTieringOffloadingSpec; PDOffloadingSpec has none.")
+        cache_policy.register()
         super().__init__(config)
         self._check_size()
 
@@ -126,6 +136,7 @@ class PDTieringOffloadingSpec(_HostMemoryTier, TieringOffloadingSpec):  # type: 
         if _SSD_TIER not in SecondaryTierFactory._registry:
             SecondaryTierFactory.register_tier(_SSD_TIER, "vllm_pd.kv_offload.ssd_tier", "SegmentTier")
         options = {**config.extra_config, "secondary_tiers": [{"type": _SSD_TIER, "ssd": ssd}]}
+        cache_policy.register()
         super().__init__(dataclasses.replace(config, extra_config=options))
         self._check_size()
 

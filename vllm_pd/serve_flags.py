@@ -229,7 +229,7 @@ def resolve(engine_args: Any, args: argparse.Namespace) -> WorkerSettings | None
         return None
     else:
         settings = request.settings()
-    _apply(settings, engine_args, given_json)
+    settings = _apply(settings, engine_args, given_json)
     if unsaid:
         engine_args.shutdown_timeout = args.shutdown_timeout = DRAIN_S
     return settings
@@ -262,8 +262,13 @@ def hide_store(config: Any) -> Any:
     return config
 
 
-def _apply(settings: WorkerSettings, engine_args: Any, given_json: Any) -> None:
+def _apply(settings: WorkerSettings, engine_args: Any, given_json: Any) -> WorkerSettings:
+    """Returns the settings as this host makes of them."""
     check_engine_args(engine_args)
+    if settings.cpu_percent:
+        from vllm_pd.kv_offload import host_memory
+
+        settings = settings.sized_for(host_memory.total_bytes())
     if settings.offload == LMCACHE:
         from vllm_pd import lmcache_setup
 
@@ -272,6 +277,7 @@ def _apply(settings: WorkerSettings, engine_args: Any, given_json: Any) -> None:
     engine_args.prefix_caching_hash_algo = HASH_ALGO
     # Lets a router say which request goes first; without priorities it is the order of arrival, as by default.
     engine_args.scheduling_policy = "priority"
+    return settings
 
 
 def settings_from_json(config: Any, request: Request) -> WorkerSettings:

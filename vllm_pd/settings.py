@@ -7,12 +7,13 @@ file and of `kv_connector_extra_config`. Imports neither vllm nor torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from vllm_pd import layered, lmcache_options, parsers
 from vllm_pd.errors import SettingsError
+from vllm_pd.kv_offload import policies
 from vllm_pd.kv_offload.cost_gate import Mode
 from vllm_pd.layered import Resolved, setting
 from vllm_pd.state.base import Role
@@ -27,6 +28,9 @@ GIB = 1 << 30
 TIERS, LMCACHE, NONE = "tiers", "lmcache", "none"
 """What can keep blocks that leave the GPU."""
 
+EVICTIONS = tuple(policies.POLICIES)
+"""Who can evict from the CPU tier."""
+
 
 def _options(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
@@ -38,6 +42,10 @@ def _offload(raw: Any) -> str:
     if isinstance(raw, Mapping):
         raise ValueError(f"must be one of {TIERS}, {LMCACHE}, {NONE}; options of the tiers are given as {TIERS}")
     return layered.choice(TIERS, LMCACHE, NONE)(raw)
+
+
+def _percent(raw: Any) -> float:
+    return layered.number(0, high=100)(raw.strip().removesuffix("%") if isinstance(raw, str) else raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,20 @@ class WorkerSettings:
         flag="--pd-cpu-gib",
         parse=layered.number(0, high=1 << 20),
         default=0.0,
+    )
+    cpu_percent: float = setting(
+        help="the same as a percentage of the memory that this host, or its container, has; instead of --pd-cpu-gib",
+        env="VLLM_PD_CPU_PERCENT",
+        flag="--pd-cpu-percent",
+        parse=_percent,
+        default=0.0,
+    )
+    eviction: str = setting(
+        help=f"which blocks leave a full CPU tier: {', '.join(EVICTIONS)}; lru and arc are vLLM's own",
+        env="VLLM_PD_EVICTION",
+        flag="--pd-eviction",
+        parse=layered.choice(*EVICTIONS),
+        default=policies.DEFAULT,
     )
     ssd_path: str = setting(
         help="folder on an SSD for KV blocks evicted from host memory; needs --pd-cpu-gib and --pd-ssd-gib",
@@ -156,11 +178,20 @@ class WorkerSettings:
     @property
     def has_tiers(self) -> bool:
         """Whether tiers of ours below GPU memory are configured."""
-        return self.offload == TIERS and self.cpu_gib > 0
+        return self.offload == TIERS and (self.cpu_gib > 0 or self.cpu_percent > 0)
 
     @property
     def cpu_bytes(self) -> int:
         return int(self.cpu_gib * GIB)
+
+    def sized_for(self, host_bytes: int) -> WorkerSettings:
+        """These settings with `cpu_percent` turned into GiB, for a host with so much memory.
+
+        Done once, where the server is started: its processes must agree, and may see different limits.
+        """
+        if not self.cpu_percent:
+            return self
+        return replace(self, cpu_gib=round(host_bytes * self.cpu_percent / 100 / GIB, 3), cpu_percent=0.0)
 
     def to_extra_config(self) -> dict[str, Any]:
         """The `kv_connector_extra_config` that `from_extra_config` turns back into an equal object."""
@@ -203,8 +234,11 @@ def check(settings: WorkerSettings) -> None:
         raise SettingsError("--pd-ssd-writes-per-day is about an SSD tier, and there is none; add --pd-ssd-path.")
     if "ssd" in settings.tiers and not settings.ssd_path:
         raise SettingsError("tiers.ssd has options of an SSD tier, and there is none; add --pd-ssd-path.")
-    if settings.ssd_path and not settings.cpu_gib:
-        raise SettingsError("--pd-ssd-path needs a CPU tier above it; add --pd-cpu-gib.")
+    if settings.cpu_gib and settings.cpu_percent:
+        raise SettingsError("--pd-cpu-gib and --pd-cpu-percent both size the CPU tier; drop one of them.")
+    cpu_tier = settings.cpu_gib or settings.cpu_percent
+    if settings.ssd_path and not cpu_tier:
+        raise SettingsError("--pd-ssd-path needs a CPU tier above it; add --pd-cpu-gib or --pd-cpu-percent.")
     overlap = {"kv_connector", "engine_id", "kv_role", "load_gate"} & (set(settings.nixl) | set(settings.tiers))
     if overlap:
         raise SettingsError(f"nixl and tiers options cannot set {', '.join(sorted(overlap))}; remove it.")
@@ -213,11 +247,11 @@ def check(settings: WorkerSettings) -> None:
 
 def _check_offload(settings: WorkerSettings) -> None:
     """One system keeps the blocks, and what is said about another one is a mistake."""
-    tiers = settings.cpu_gib or settings.ssd_path or settings.ssd_gib
+    tiers = settings.cpu_gib or settings.cpu_percent or settings.ssd_path or settings.ssd_gib
     if settings.offload == LMCACHE and (tiers or settings.tiers):
         raise SettingsError(
             "--pd-offload lmcache takes the place of the tiers, which would keep every block a second time; drop "
-            "--pd-cpu-gib, --pd-ssd-path, --pd-ssd-gib and tiers, or use --pd-offload tiers."
+            "--pd-cpu-gib, --pd-cpu-percent, --pd-ssd-path, --pd-ssd-gib and tiers, or use --pd-offload tiers."
         )
     if settings.offload == NONE and tiers:
         raise SettingsError("--pd-offload none and the size of a tier contradict each other; drop one of them.")

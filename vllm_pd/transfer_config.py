@@ -54,7 +54,11 @@ def child_configs(settings: s.WorkerSettings, *, nixl: bool) -> list[dict[str, A
     if nixl:
         children.append(_child(NIXL, settings.nixl))
     if settings.has_tiers:
-        offload: dict[str, Any] = {"spec_name": "PDOffloadingSpec", "cpu_bytes_to_use": settings.cpu_bytes}
+        offload: dict[str, Any] = {
+            "spec_name": "PDOffloadingSpec",
+            "cpu_bytes_to_use": settings.cpu_bytes,
+            "eviction_policy": settings.eviction,
+        }
         if settings.load_gate is not Mode.AUTO:
             offload["load_gate"] = str(settings.load_gate)
         if settings.ssd_path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from vllm_pd.kv_offload.policies.adaptive import Adaptive
 from vllm_pd.kv_offload.policies.arc import Arc
 from vllm_pd.kv_offload.policies.base import EvictionPolicy
 from vllm_pd.kv_offload.policies.lru import Lru
@@ -17,6 +18,9 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = {
     "s3fifo": S3Fifo,
     "sieve": Sieve,
     "wtinylfu": WTinyLfu,
+    "adaptive": Adaptive,
 }
 """By the name that `--pd-eviction` takes; each is called with the number of blocks that the tier holds."""
-DEFAULT = "lru"
+DEFAULT = "adaptive"
+
+__all__ = ["DEFAULT", "POLICIES", "Adaptive", "Arc", "EvictionPolicy", "Lru", "S3Fifo", "Sieve", "WTinyLfu"]

@@ -36,7 +36,7 @@ class Arc(QueuePolicy):
                 self._target = max(self._target - max(1.0, len(once) / len(again)), 0.0)
                 again.note(key)
 
-    def accessed(self, chain: Sequence[Key], reused: Collection[Key]) -> None:
+    def accessed(self, chain: Sequence[Key], reused: Collection[Key], loaded: Collection[Key] = ()) -> None:
         for key in reversed(chain):
             home = self._home.get(key)
             if home is not None:

@@ -30,16 +30,17 @@ class EvictionPolicy(Protocol):
     def insert(self, key: Key) -> None:
         """A new block, pinned: its bytes are not there yet. The caller has made room."""
 
-    def accessed(self, chain: Sequence[Key], reused: Collection[Key]) -> None:
+    def accessed(self, chain: Sequence[Key], reused: Collection[Key], loaded: Collection[Key] = ()) -> None:
         """A request has ended. Called once for each.
 
         Args:
             chain: what it saw of this tier, in prompt order; keys that have gone since are ignored.
             reused: those of them that were here before it came.
+            loaded: those that it read from here; what it reused besides was on the GPU as well.
         """
 
     def pin(self, key: Key) -> None:
-        """The block is in use and must stay. Pinning twice is pinning once."""
+        """The block is in use and must stay. Pinning twice is pinning once; nothing happens if it is not here."""
 
     def unpin(self, key: Key) -> None:
         """The block may go again; nothing happens if it was not pinned or is not here."""
@@ -146,9 +147,6 @@ class QueuePolicy(ABC):
     """An `EvictionPolicy` that keeps each key in one of several queues. A subclass says in which, and who goes next."""
 
     def __init__(self, capacity: int) -> None:
-        """Raises ValueError: the tier holds nothing."""
-        if capacity < 1:
-            raise ValueError(f"a tier of {capacity} blocks needs no eviction policy")
         self.capacity = capacity
         self._pinned: set[Key] = set()
         self._home: dict[Key, Queue] = {}
@@ -167,10 +165,11 @@ class QueuePolicy(ABC):
         self._place(key, self._queue_of_new(key))
 
     @abstractmethod
-    def accessed(self, chain: Sequence[Key], reused: Collection[Key]) -> None: ...
+    def accessed(self, chain: Sequence[Key], reused: Collection[Key], loaded: Collection[Key] = ()) -> None: ...
 
     def pin(self, key: Key) -> None:
-        self._pinned.add(key)
+        if key in self._home:
+            self._pinned.add(key)
 
     def unpin(self, key: Key) -> None:
         self._pinned.discard(key)

@@ -17,7 +17,7 @@ class Lru(QueuePolicy):
         super().__init__(capacity)
         self._queue = Queue(self._pinned)
 
-    def accessed(self, chain: Sequence[Key], reused: Collection[Key]) -> None:
+    def accessed(self, chain: Sequence[Key], reused: Collection[Key], loaded: Collection[Key] = ()) -> None:
         for key in reversed(chain):
             if key in self._home:
                 self._place(key, self._queue)

@@ -29,7 +29,7 @@ class S3Fifo(QueuePolicy):
     def ghosts(self) -> int:
         return len(self._ghosts)
 
-    def accessed(self, chain: Sequence[Key], reused: Collection[Key]) -> None:
+    def accessed(self, chain: Sequence[Key], reused: Collection[Key], loaded: Collection[Key] = ()) -> None:
         for key in reversed(chain):
             if key not in self._home:
                 continue

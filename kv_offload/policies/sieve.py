@@ -20,7 +20,7 @@ class Sieve(QueuePolicy):
         self._passed = Queue(self._pinned)
         self._used: set[Key] = set()
 
-    def accessed(self, chain: Sequence[Key], reused: Collection[Key]) -> None:
+    def accessed(self, chain: Sequence[Key], reused: Collection[Key], loaded: Collection[Key] = ()) -> None:
         for key in reversed(chain):
             if key not in self._home:
                 continue

@@ -18,7 +18,8 @@ class FrequencySketch:
     """Count-min sketch of 4 rows: how often a key was seen lately, never too low, at most 15."""
 
     def __init__(self, capacity: int) -> None:
-        self._mask = (1 << max(4, (capacity - 1).bit_length())) - 1
+        # Four counters a block in each row: with fewer, blocks seen once look frequent for what shares their counters.
+        self._mask = (1 << max(6, (4 * capacity - 1).bit_length())) - 1
         self._rows = [bytearray(self._mask + 1) for _ in range(4)]
         self._limit = SAMPLE * capacity
         self._seen = 0
@@ -68,15 +69,15 @@ class WTinyLfu(QueuePolicy):
         for key in keys:
             self._sketch.add(key)
 
-    def accessed(self, chain: Sequence[Key], reused: Collection[Key]) -> None:
+    def accessed(self, chain: Sequence[Key], reused: Collection[Key], loaded: Collection[Key] = ()) -> None:
         for key in reversed(chain):
             home = self._home.get(key)
             if home is None:
                 continue
             if key in reused:
                 self._sketch.add(key)
-                if home is self._probation:
-                    home = self._kept
+                # Also from the window: room is made before a prompt is stored, so the window is drained late.
+                home = self._kept
             self._place(key, home)
         while len(self._kept) > self._protected_size:
             old = self._kept.oldest()
@@ -99,6 +100,9 @@ class WTinyLfu(QueuePolicy):
             new = self._window.oldest()
             if new is None:
                 break
+            if len(self._probation) + len(self._kept) < self.capacity - self._window_size:
+                self._place(new, self._probation)
+                continue
             old = self._probation.oldest()
             if old is None:
                 old = self._kept.oldest()

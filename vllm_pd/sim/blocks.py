@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from vllm_pd.block_hash import BlockKey
+from vllm_pd.kv_offload.policies.base import EvictionPolicy
 
 ANONYMOUS: BlockKey = b""
 """Key of a full block whose content nothing will ever ask for: answers in a trace, which has no ids for them."""
@@ -120,34 +121,33 @@ class BlockPool:
             del self._twins[key]
 
 
-class LruTier:
-    """Host memory or SSD behind the GPU: every block written to the GPU is written through; the oldest go first."""
+class LowerTier:
+    """Host memory or SSD behind the GPU: every block written to the GPU is written through, and a policy evicts."""
 
-    def __init__(self, size: int, changed: set[BlockKey]) -> None:
-        self.size = size
+    def __init__(self, policy: EvictionPolicy, changed: set[BlockKey]) -> None:
+        self.size = policy.capacity
+        self._policy = policy
         self._changed = changed
-        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self._keys
+        return key in self._policy
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._policy)
 
     def add(self, keys: Sequence[BlockKey]) -> None:
-        """Hold these blocks of one prompt, in prompt order, and count them as just used; the tail is evicted first."""
-        for key in reversed(keys):
-            if key in self._keys:
-                self._keys.move_to_end(key)
-                continue
-            if not self.size:
-                return
-            if len(self._keys) >= self.size:
-                old, _ = self._keys.popitem(last=False)
-                self._changed.add(old)
-            self._keys[key] = None
-            self._changed.add(key)
-
-    def clear(self) -> None:
-        self._changed.update(self._keys)
-        self._keys.clear()
+        """Hold these blocks of one prompt, in prompt order, and count them as used; what cannot fit is left out."""
+        keys = keys[: self.size]
+        reused = {key for key in keys if key in self._policy}
+        new = [key for key in keys if key not in reused]
+        self._policy.missed(new)
+        excess = len(self._policy) + len(new) - self.size
+        if excess > 0:
+            gone = self._policy.evict(excess, keys)
+            assert gone is not None, "blocks of one prompt that fit into the tier found no room in it"
+            self._changed.update(gone)
+        for key in new:
+            self._policy.insert(key)
+            self._policy.unpin(key)
+        self._changed.update(new)
+        self._policy.accessed(keys, reused, reused)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd.console import natural, number_list, positive, print_table
 from vllm_pd.errors import SettingsError
+from vllm_pd.kv_offload.policies import DEFAULT, POLICIES
 from vllm_pd.sim.parallel import run_cells
 
 if TYPE_CHECKING:
@@ -87,6 +88,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--gpu-blocks", type=positive, default=2048, metavar="N", help="GPU cache; default: %(default)s"
     )
     engine.add_argument("--cpu-blocks", type=natural, default=0, metavar="N", help="host memory tier; default: none")
+    engine.add_argument(
+        "--eviction",
+        choices=tuple(POLICIES),
+        default=DEFAULT,
+        metavar="POLICY",
+        help=f"who evicts from host memory: {', '.join(POLICIES)}; default: %(default)s",
+    )
     engine.add_argument("--ssd-blocks", type=natural, default=0, metavar="N", help="SSD tier; default: none")
     engine.add_argument("--block-size", type=positive, default=512, metavar="N", help="tokens; default: %(default)s")
     engine.add_argument(
@@ -207,15 +215,15 @@ def _timing(args: argparse.Namespace) -> TimingModel:
 
 
 def _cells(args: argparse.Namespace) -> list[ClusterConfig]:
-    from vllm_pd.routing.policies import POLICIES
+    from vllm_pd.routing import policies as routing
     from vllm_pd.routing.split_rule import Disagg, split_rule
     from vllm_pd.sim.cluster import ClusterConfig
     from vllm_pd.sim.work import EngineConfig
 
-    policies = list(POLICIES) if args.policies == "all" else [name.strip() for name in args.policies.split(",")]
+    policies = list(routing.POLICIES) if args.policies == "all" else [name.strip() for name in args.policies.split(",")]
     for name in policies:
-        if name not in POLICIES:
-            raise SettingsError(f"There is no policy {name!r}; choose from {', '.join(POLICIES)}.")
+        if name not in routing.POLICIES:
+            raise SettingsError(f"There is no policy {name!r}; choose from {', '.join(routing.POLICIES)}.")
     if (args.prefill > 0) != (args.decode > 0) or min(args.prefill, args.decode) < 0:
         raise SettingsError("--prefill and --decode go together: a split request needs one of each.")
     split = args.prefill > 0
@@ -224,6 +232,7 @@ def _cells(args: argparse.Namespace) -> list[ClusterConfig]:
         block_size=args.block_size,
         cpu_blocks=args.cpu_blocks,
         ssd_blocks=args.ssd_blocks,
+        eviction=args.eviction,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_num_seqs=args.max_num_seqs,
         scheduling_policy=args.scheduling_policy,

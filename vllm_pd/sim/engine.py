@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vllm_pd.block_hash import BlockKey
-from vllm_pd.sim.blocks import ANONYMOUS, BlockPool, LruTier
+from vllm_pd.kv_offload.policies import POLICIES, Lru
+from vllm_pd.sim.blocks import ANONYMOUS, BlockPool, LowerTier
 from vllm_pd.sim.timing import TimingModel
 from vllm_pd.sim.work import EngineConfig, Outcome, Step, Work
 from vllm_pd.state.block_index import Tier
@@ -28,8 +29,8 @@ class Engine:
         self.timing = timing
         self._changed: set[BlockKey] = set()
         self.pool = BlockPool(config.gpu_blocks, self._changed)
-        self.cpu = LruTier(config.cpu_blocks, self._changed)
-        self.ssd = LruTier(config.ssd_blocks, self._changed)
+        self.cpu = LowerTier(POLICIES[config.eviction](config.cpu_blocks), self._changed)
+        self.ssd = LowerTier(Lru(config.ssd_blocks), self._changed)
         self._tiered = bool(config.cpu_blocks or config.ssd_blocks)
         self._waiting: deque[Work] = deque()
         self._running: dict[Work, None] = {}

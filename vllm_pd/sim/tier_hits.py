@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_pd.block_hash import BlockKey
-from vllm_pd.kv_offload.policies.base import EvictionPolicy
-from vllm_pd.sim.blocks import BlockPool, LruTier
+from vllm_pd.kv_offload.policies import EvictionPolicy, Lru
+from vllm_pd.sim.blocks import BlockPool, LowerTier
 from vllm_pd.sim.trace import TraceRequest
 
 STEP_TOKENS = 8192
@@ -97,7 +97,7 @@ def behind_gpu(trace: Sequence[TraceRequest], gpu_blocks: int, block_size: int) 
 
 def replay(run: GpuPass, policy: EvictionPolicy, ssd_blocks: int = 0) -> Hits:
     """Hits with a CPU tier from which `policy` evicts, and an SSD tier of `ssd_blocks`, least recently used first."""
-    ssd = LruTier(ssd_blocks, set())
+    ssd = LowerTier(Lru(ssd_blocks), set())
     step = max(1, STEP_TOKENS // run.block_size)
     cpu_hits = ssd_hits = 0
     for access in run.accesses:
@@ -107,7 +107,7 @@ def replay(run: GpuPass, policy: EvictionPolicy, ssd_blocks: int = 0) -> Hits:
     return Hits(run.blocks, run.gpu, cpu_hits, ssd_hits, run.refused)
 
 
-def _serve(access: Access, policy: EvictionPolicy, ssd: LruTier, step: int) -> tuple[int, int]:
+def _serve(access: Access, policy: EvictionPolicy, ssd: LowerTier, step: int) -> tuple[int, int]:
     """One request; returns the hits on CPU and SSD."""
     keys, start = access.keys, access.gpu
     end = start
@@ -118,15 +118,16 @@ def _serve(access: Access, policy: EvictionPolicy, ssd: LruTier, step: int) -> t
         elif key not in ssd:
             break
         end += 1
-    promoted = [key for key in keys[start:end] if key not in reused]
+    loaded = keys[start:end]
+    promoted = [key for key in loaded if key not in reused]
     # vLLM offers to the tier what the GPU has as well, unless it loads: then only what follows the loaded blocks.
-    first = end if end > start else 0
+    first = end if loaded else 0
     steps = [promoted, *(keys[i : i + step] for i in range(first, len(keys), step))]
     for part in steps:
         new = [key for key in part if key not in policy]
         reused.update(set(part).difference(new))
         _store(policy, new, part)
-    policy.accessed(keys[start:] if end > start else keys, reused)
+    policy.accessed(keys[start:] if loaded else keys, reused, loaded)
     ssd.add(keys)
     return end - start - len(promoted), len(promoted)
 

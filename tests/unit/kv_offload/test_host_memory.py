@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +86,25 @@ def test_a_tier_larger_than_what_is_free_is_refused(tmp_path: Path) -> None:
 
 def test_this_host_can_be_read() -> None:
     assert 0 < host_memory.available_bytes() <= host_memory.total_bytes()
+
+
+def test_a_tier_larger_than_shared_memory_is_refused_and_its_own_region_counts_as_free(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    host_memory.check_shared(free // 2, "engine", tmp_path)
+    with pytest.raises(SettingsError, match=r"lies in .* --shm-size.* lower --pd-cpu-gib or --pd-cpu-percent"):
+        host_memory.check_shared(2 * free, "engine", tmp_path)
+    monkey = SimpleNamespace(f_bavail=10, f_frsize=mmap.PAGESIZE)
+    own = tmp_path / "vllm_offload_engine.mmap"
+    own.write_bytes(b"x" * 64 * mmap.PAGESIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: monkey)
+        host_memory.check_shared(70 * mmap.PAGESIZE, "engine", tmp_path)
+        with pytest.raises(SettingsError):
+            host_memory.check_shared(70 * mmap.PAGESIZE, "another", tmp_path)
+
+
+def test_where_there_is_no_shared_memory_vllm_says_so(tmp_path: Path) -> None:
+    host_memory.check_shared(1 << 60, "engine", tmp_path / "absent")
 
 
 def region(shm: Path, name: str, *, age_s: float) -> Path:

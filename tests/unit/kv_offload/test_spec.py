@@ -88,7 +88,7 @@ def test_an_ssd_needs_the_tiering_spec() -> None:
         ({"gib": 1}, "ssd.path"),
         ({"path": "/x"}, "ssd.gib"),
         ({"path": "/x", "gib": 0}, "ssd.gib must be a number above 0"),
-        ({"path": "/x", "gib": 1, "free_gib": -1}, "ssd.free_gib"),
+        ({"path": "/x", "gib": 1, "identity": "m", "free_gib": -1}, "ssd.free_gib"),
     ],
 )
 def test_a_malformed_ssd_option_is_refused(ssd: Any, message: str) -> None:
@@ -99,7 +99,9 @@ def test_a_malformed_ssd_option_is_refused(ssd: Any, message: str) -> None:
 def test_an_ssd_folder_that_cannot_be_written_is_refused_with_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     spec = PDTieringOffloadingSpec(
-        offloading_config({"cpu_bytes_to_use": PAGE, "ssd": {"path": str(tmp_path / "file"), "gib": 1}})
+        offloading_config(
+            {"cpu_bytes_to_use": PAGE, "ssd": {"path": str(tmp_path / "file"), "gib": 1, "identity": "m"}}
+        )
     )
     with pytest.raises(SettingsError, match="--pd-ssd-path"):
         spec.get_manager()
@@ -140,3 +142,20 @@ def test_the_canonical_layout_is_refused_on_cpu() -> None:
     spec = PDOffloadingSpec(offloading_config({"cpu_bytes_to_use": PAGE}, canonical_layout=True))
     with pytest.raises(SettingsError, match="canonical_layout"):
         spec.get_worker(caches([strided(8, PAGE)], [[(0, PAGE)]]))
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo", "adaptive"])
+def test_the_policy_of_eviction_is_chosen_by_name(policy: str) -> None:
+    spec = PDOffloadingSpec(offloading_config({"cpu_bytes_to_use": 4 * PAGE, "eviction_policy": policy}))
+    assert spec.get_manager()._policy.cache_capacity == 4
+
+
+def test_a_region_that_shared_memory_cannot_hold_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    extra = {"cpu_bytes_to_use": 4 * PAGE, "ssd": {"path": str(tmp_path), "gib": 1, "identity": "m"}}
+    spec = PDTieringOffloadingSpec(offloading_config(extra))
+    monkeypatch.setattr(host_memory.os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
+    with pytest.raises(SettingsError, match="--shm-size"):
+        spec.get_worker(caches([strided(8, PAGE)], [[(0, PAGE)]]))
+    assert not list(Path("/dev/shm").glob(f"*{spec.config.engine_id}*"))
