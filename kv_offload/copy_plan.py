@@ -9,6 +9,7 @@ in blocks, a group begins, hence how much of its first chunk is skipped.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Addresses = NDArray[np.uint64]
+
+_CUT_BYTES = 4096
+"""Parts of a split plan end at multiples of this, counted from its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,3 +197,24 @@ def _merged(src: Addresses, dst: Addresses, size: Addresses) -> CopyPlan:
     joins = (src[:-1] + size[:-1] == src[1:]) & (dst[:-1] + size[:-1] == dst[1:])
     starts = np.concatenate(([0], np.flatnonzero(~joins) + 1))
     return CopyPlan(src[starts], dst[starts], np.add.reduceat(size, starts), int(size.sum()))
+
+
+def split(plan: CopyPlan, parts: int) -> list[CopyPlan]:
+    """Plans that together copy what `plan` does, of about equal bytes, `parts` at most; a range may be cut in two."""
+    ends = np.cumsum(plan.size)
+    bounds = [plan.total_bytes * i // parts // _CUT_BYTES * _CUT_BYTES for i in range(parts)] + [plan.total_bytes]
+    out: list[CopyPlan] = []
+    for low, high in itertools.pairwise(bounds):
+        if low == high:
+            continue
+        first = int(np.searchsorted(ends, np.uint64(low), side="right"))
+        last = int(np.searchsorted(ends, np.uint64(high), side="left"))
+        src, dst, size = (column[first : last + 1].copy() for column in (plan.src, plan.dst, plan.size))
+        beyond = int(ends[last]) - high
+        before = low - (int(ends[first]) - int(plan.size[first]))
+        size[-1] -= np.uint64(beyond)
+        src[0] += np.uint64(before)
+        dst[0] += np.uint64(before)
+        size[0] -= np.uint64(before)
+        out.append(CopyPlan(src, dst, size, high - low))
+    return out

@@ -2,7 +2,8 @@
 
 vLLM's own worker does this with CUDA streams and refuses the CPU platform. This one keeps its contract with a thread
 per lane, so that a load never queues behind stores nor one that a step waits for behind those that nobody waits for;
-jobs of one lane run in the order of submission.
+jobs of one lane run in the order of submission. A request waits for a load, so a large one is copied on several cores;
+nobody waits for a store, which takes one core from the model at most.
 
 When may a store read its blocks? vLLM submits a store at the start of the step after the one that computed the KV
 (`OffloadingConnectorWorker` parks it in `_unsubmitted_store_jobs`), and on the CPU platform a step has finished writing
@@ -43,6 +44,7 @@ import torch
 from vllm_pd.errors import PDError
 from vllm_pd.kv_offload import byte_copy
 from vllm_pd.kv_offload.copy_plan import CopyPlan, Ref, Side, TensorPair, TierLayout, plan_load, plan_store
+from vllm_pd.kv_offload.tier_memory import tier_memory
 from vllm_pd.vllm_compat import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -72,8 +74,9 @@ class Job:
 class Lane:
     """A queue, a thread that works it off in order, and the jobs not yet reported."""
 
-    def __init__(self, name: str, copy: Callable[[CopyPlan], None]) -> None:
+    def __init__(self, name: str, copy: Callable[[CopyPlan], None], cores: frozenset[int]) -> None:
         self._copy = copy
+        self._cores = cores
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._unreported: deque[Job] = deque()
         self._thread = threading.Thread(target=self._work, name=f"vllm_pd_{name}", daemon=True)
@@ -119,6 +122,7 @@ class Lane:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
+        byte_copy.run_on(self._cores)
         while (job := self._queue.get()) is not None:
             self._attempt(job)
             job.done.set()
@@ -166,19 +170,21 @@ class DramOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         blocks_per_chunk: int,
         num_chunks: int,
         region: SharedOffloadRegion | None = None,
-        copy: Callable[[CopyPlan], None] = byte_copy.copy,
+        copy: Callable[[CopyPlan], None] | None = None,
     ) -> None:
         self._region = region
         # Raw addresses are handed to the threads, so the tensors must live until the threads have ended.
         self._tensors: list[torch.Tensor] = []
         self._layout = self._build_layout(kv_caches, blocks_per_chunk, num_chunks)
         byte_copy.compiled()
-        self._stores = Lane("kv_store", copy)
-        self._loads = Lane("kv_load", copy)
-        self._expedited = Lane("kv_load_now", copy)
+        cores = byte_copy.cores_of_process()
+        self._parallel = byte_copy.ParallelCopy(cores)
+        self._stores = Lane("kv_store", copy or byte_copy.copy, cores)
+        self._loads = Lane("kv_load", copy or self._parallel, cores)
+        self._expedited = Lane("kv_load_now", copy or self._parallel, cores)
         self._lanes = (self._stores, self._loads, self._expedited)
         # Also runs when the interpreter exits without shutdown(): memory must not go while a thread copies.
-        self._stop = weakref.finalize(self, _stop_lanes, self._lanes)
+        self._stop = weakref.finalize(self, _stop_lanes, self._lanes, self._parallel)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Start copying blocks to chunks. Raises ValueError for a job that does not fit the cache."""
@@ -233,7 +239,7 @@ class DramOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             if self._region is not None:
                 chunks = self._region.create_next_worker_view(row_bytes)
             else:
-                chunks = torch.zeros((num_chunks, row_bytes), dtype=torch.int8)
+                chunks = tier_memory(num_chunks, row_bytes)
             self._tensors += (blocks, chunks)
             pairs.append(TensorPair(_side(blocks), _side(chunks), cache.page_size_bytes))
         groups = tuple(
@@ -248,7 +254,8 @@ def _side(tensor: torch.Tensor) -> Side:
     return Side(tensor.data_ptr(), tensor.stride(0), tensor.shape[0])
 
 
-def _stop_lanes(lanes: Sequence[Lane]) -> bool:
+def _stop_lanes(lanes: Sequence[Lane], parallel: byte_copy.ParallelCopy) -> bool:
     # All are told to stop even if one of them hangs.
     ended = [lane.stop(SHUTDOWN_DEADLINE_S) for lane in lanes]
+    parallel.stop()
     return all(ended)
