@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from math import inf
 
@@ -168,7 +167,14 @@ class EngineLedger:
         keys, promised = ask.keys, self.promised
         if not promised or held >= len(keys) or keys[held] not in promised:
             return 0
-        return bisect_left(range(held + 1, len(keys)), True, key=lambda i: keys[i] not in promised) + 1
+        low, high = held + 1, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in promised:
+                low = middle + 1
+            else:
+                high = middle
+        return low - held
 
     def prefill_queue(self, now: float) -> float:
         """Predicted seconds until the prefill work that is there is done."""

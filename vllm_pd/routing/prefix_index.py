@@ -149,9 +149,12 @@ class PrefixIndex:
         start, size = 1, _FIRST_KEYS
         while start < total:
             found = list(map(get, keys[start : start + size]))
-            # Most blocks are held as the one before is, and counting those is far cheaper than looking at each.
-            if found.count(mask) != len(found):
-                for position, following in enumerate(found, start):
+            # Most blocks are held as the one before is, and counting those is far cheaper than looking at each. As a
+            # rule they come first, and what is not held comes last.
+            same = found.count(mask)
+            if same != len(found):
+                skipped = same if found[:same].count(mask) == same else 0
+                for position, following in enumerate(found[skipped:], start + skipped):
                     if following is mask:
                         continue
                     if following is None:
