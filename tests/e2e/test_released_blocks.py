@@ -1,11 +1,12 @@
 """Clients leave in every phase of a hand-off between two real workers: blocks are free long before their lease ends.
 
-There is no router here: the tests are the one, so that each phase is there when the client leaves. An engine that is to
-be caught in a phase is stopped (SIGSTOP) while its API server runs on. Reads go over TCP, which needs both ends alive.
+Most tests are the router themselves, so that each phase is there when the client leaves. An engine that is to be caught
+in a phase is stopped (SIGSTOP) while its API server runs on. Reads go over TCP, which needs both ends alive.
 """
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
@@ -17,15 +18,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.e2e import prompts
 from tests.e2e.ask import Endpoint
 from tests.e2e.conftest import MODEL, tiny_cluster
 from tests.e2e.test_worker_loss import PREFILL_LEG, computed
+from vllm_pd.given_up import give_up_params, handoff_in
 from vllm_pd.graph import proc_tree
 from vllm_pd.graph.local import LocalCluster, LocalWorker
 from vllm_pd.holds import HOLD_FIELD, RELEASE_FIELD
+from vllm_pd.state import open_registry
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -42,7 +46,7 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     env = {"VLLM_PD_LEASE_S": str(LEASE_S), "UCX_TLS": "tcp"}
     made = tiny_cluster(
         tiny_model, tmp_path_factory.mktemp("holds"), args=("--max-num-seqs", "2"), env=env,
-        router=False, prefill=1, decode=1,
+        prefill=1, decode=1,
     )  # fmt: skip
     with made:
         yield made
@@ -70,8 +74,9 @@ def decode(cluster: LocalCluster) -> Iterator[LocalWorker]:
 class Client:
     """One request whose client can leave."""
 
-    def __init__(self, worker: LocalWorker, body: dict[str, Any]) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", worker.spec.port, timeout=SOON_S)
+    def __init__(self, asked: LocalWorker | str, body: dict[str, Any]) -> None:
+        url = asked if isinstance(asked, str) else asked.url
+        self._connection = http.client.HTTPConnection(url.rpartition("/")[2], timeout=SOON_S)
         self._answer: http.client.HTTPResponse | None = None
         self._connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
 
@@ -121,16 +126,16 @@ def read_bytes(worker: LocalWorker) -> float:
 
 
 @contextmanager
-def stopped(worker: LocalWorker) -> Iterator[None]:
-    """Its engine stands still within the block; its API server goes on."""
+def stopped(worker: LocalWorker, *, server: bool = False) -> Iterator[None]:
+    """Its engine stands still within the block, and its API server goes on; or the other way round."""
     leader = proc_tree.identify(worker.process.pid)
     assert leader is not None
-    engine = proc_tree.family(leader) - {leader}
-    proc_tree.send(engine, signal.SIGSTOP)
+    which = {leader} if server else proc_tree.family(leader) - {leader}
+    proc_tree.send(which, signal.SIGSTOP)
     try:
         yield
     finally:
-        proc_tree.send(engine, signal.SIGCONT)
+        proc_tree.send(which, signal.SIGCONT)
 
 
 def question(name: str) -> dict[str, Any]:
@@ -152,6 +157,26 @@ def prefilled(worker: LocalWorker, name: str) -> dict[str, Any]:
 
 def release(worker: LocalWorker, *keys: str) -> None:
     body = {"model": MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {RELEASE_FIELD: list(keys)}}
+    Endpoint(worker.url, MODEL).post("/v1/completions", body)
+
+
+def give_up(cluster: LocalCluster, worker: LocalWorker, params: dict[str, Any]) -> None:
+    """Tell a decode worker, as a router does, that a hand-off is not wanted any more."""
+
+    async def engine_id() -> str:
+        assert cluster.store is not None
+        registry = open_registry(cluster.store.url, cluster.namespace, timeout_s=5.0)
+        try:
+            records = [state.record for state in (await registry.snapshot()).workers]
+        finally:
+            await registry.close()
+        (found,) = (record.engine_id for record in records if record.url == worker.url)
+        return found
+
+    handoff = handoff_in(json.dumps(params).encode())
+    assert handoff is not None
+    told = json.loads(msgspec.json.encode(give_up_params(asyncio.run(engine_id()), [handoff])))
+    body = {"model": MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": told}
     Endpoint(worker.url, MODEL).post("/v1/completions", body)
 
 
@@ -205,6 +230,48 @@ def test_a_release_that_comes_first_counts(prefill: LocalWorker, decode: LocalWo
     release(prefill, "early")
     Endpoint(prefill.url, MODEL).post("/v1/completions", leg("early"))
     is_free(prefill)
+
+
+def test_on_the_way_to_the_decode_engine(cluster: LocalCluster, prefill: LocalWorker, decode: LocalWorker) -> None:
+    """Through the router. The decode worker's API server has the request and drops it: its engine never hears of it."""
+    with stopped(decode, server=True):
+        client = Client(cluster.router_url, question("on the way"))
+        assert eventually(lambda: cluster.router_metrics().value("vllm_pd_router_prefill_leg_seconds_count") > 0)
+        in_use(prefill)
+        time.sleep(0.5)
+        client.leave()
+        time.sleep(0.5)
+    is_free(prefill)
+    assert eventually(
+        lambda: cluster.router_metrics().value("vllm_pd_router_given_up_handoffs_total", outcome="delivered") > 0
+    )
+
+
+def test_given_up_before_it_came_to_the_decode_engine(
+    cluster: LocalCluster, prefill: LocalWorker, decode: LocalWorker
+) -> None:
+    params = prefilled(prefill, "given up")
+    give_up(cluster, decode, params)
+    is_free(prefill, IDLE_S)
+    before = read_bytes(decode)
+    got = answer(decode, {**question("given up"), "kv_transfer_params": params})
+    assert read_bytes(decode) == before, "others may have the blocks by now"
+    assert got == answer(prefill, question("given up"))
+
+
+def test_given_up_while_it_is_read(cluster: LocalCluster, prefill: LocalWorker, decode: LocalWorker) -> None:
+    """The blocks stay until they have been read."""
+    handed_over(prefill, decode, "known")
+    wanted = answer(prefill, question("being read"))
+    params = prefilled(prefill, "being read")
+    before = read_bytes(decode)
+    with ThreadPoolExecutor(1) as pool:
+        with stopped(prefill):
+            asked = pool.submit(answer, decode, {**question("being read"), "kv_transfer_params": params})
+            in_use(decode)
+            give_up(cluster, decode, params)
+        assert asked.result(SOON_S) == wanted
+    assert eventually(lambda: read_bytes(decode) > before)
 
 
 def test_waiting_at_the_decode_worker(prefill: LocalWorker, decode: LocalWorker) -> None:
