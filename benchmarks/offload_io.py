@@ -21,12 +21,13 @@ import random
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -261,10 +262,12 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
         for size in sizes:
             load = Load(memory, size, total // size)
             best: dict[tuple[str, str], float] = {}
+            cost: dict[tuple[str, str], float] = {}
             for turn in range(turns):
                 for name, make in TIERS.items():
-                    for op, speed in _turn(make, folder, load, turn).items():
+                    for op, speed, cpu in _turn(make, folder, load, turn):
                         best[name, op] = max(best.get((name, op), 0.0), speed)
+                        cost[name, op] = min(cost.get((name, op), cpu), cpu)
             for op in ("write", "read"):
                 raw, store, fs = (best[name, op] for name in TIERS)
                 rows.append(
@@ -272,6 +275,7 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
                         "block KiB": size // KIB,
                         "op": op,
                         **{f"{name} GB/s": round(best[name, op], 2) for name in TIERS},
+                        **{f"{name} CPU s/GB": round(cost[name, op], 3) for name in TIERS},
                         "store / raw": round(store / raw, 2),
                         "store / fs": round(store / fs, 2),
                     }
@@ -281,30 +285,44 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
     return rows + layers, _targets(rows)
 
 
-def _turn(make: Callable[[Path, Load], Tier], folder: Path, load: Load, turn: int) -> dict[str, float]:
-    """GB/s of writing everything and reading it back in other orders; checks what came back."""
+def _turn(
+    make: Callable[[Path, Load], Tier], folder: Path, load: Load, turn: int
+) -> list[tuple[Literal["write", "read"], float, float]]:
+    """Write everything and read it back twice in other orders; checks what came back.
+
+    Returns:
+        Of each operation: its name, GB/s, and seconds of processor time for each GB.
+    """
     jobs = load.jobs()
     warm = jobs[: max(1, WARM_BYTES // load.block_bytes // len(jobs[0]))]
-    before = hashlib.blake2b(load.memory.view[: load.size]).digest()
+    before = zlib.crc32(load.memory.view[: load.size])
     place = folder / "turn"
     place.mkdir()
     tier = make(place, load)
+    found: list[tuple[Literal["write", "read"], float, float]] = []
+
+    def measure(op: Literal["write", "read"], move: Callable[[Jobs, int], float]) -> None:
+        cpu = time.process_time()
+        seconds = move(jobs, MEASURED)
+        gigabytes = load.size / 1e9
+        found.append((op, gigabytes / seconds, (time.process_time() - cpu) / gigabytes))
+
     try:
         tier.write(warm, WARM)
         tier.read(warm, WARM)
-        speeds = {"write": load.size / tier.write(jobs, MEASURED) / 1e9, "read": 0.0}
+        measure("write", tier.write)
         for again in range(2):
             load.memory.view[: load.size] = bytes(load.size)
             random.Random(2 * turn + again).shuffle(jobs)
-            speeds["read"] = max(speeds["read"], load.size / tier.read(jobs, MEASURED) / 1e9)
+            measure("read", tier.read)
     finally:
         tier.close()
         shutil.rmtree(place)
         # What deleting leaves to do is not the next one's.
         os.sync()
-    if hashlib.blake2b(load.memory.view[: load.size]).digest() != before:
+    if zlib.crc32(load.memory.view[: load.size]) != before:
         raise RuntimeError(f"{make} gave other bytes than it was given")
-    return speeds
+    return found
 
 
 def _layer(folder: Path, load: Load, turns: int, raw: dict[str, float]) -> list[dict[str, Any]]:
