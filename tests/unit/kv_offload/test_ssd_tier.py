@@ -121,16 +121,15 @@ def test_a_prompt_larger_than_host_memory_gets_a_part_and_goes_on(start: Start) 
 
 
 def test_the_files_never_take_more_than_the_budget_and_old_blocks_give_way(start: Start, tmp_path: Path) -> None:
-    engine = start(ssd={"writes_per_day": 1e9})
+    at_once = 64
+    engine = start(chunks=at_once, ssd={"writes_per_day": 1e9})
     request = engine.request("a")
-    # Twice the budget.
-    for first in range(0, 2 * BUDGET // PAGE, CHUNKS):
-        engine.store(request, [first + n for n in range(CHUNKS)], list(range(CHUNKS)))
-        if first % 64 == 0:
-            assert sum(p.stat().st_blocks * 512 for p in segments(tmp_path)) <= BUDGET
+    last = 2 * BUDGET // PAGE
+    for first in range(0, last, at_once):
+        engine.store(request, [first + n for n in range(at_once)], list(range(at_once)))
+        assert sum(path.stat().st_blocks * 512 for path in segments(tmp_path)) <= BUDGET
     request.finish()
-    last = 2 * BUDGET // PAGE - 1
-    assert engine.held([0, last]) == [False, True]
+    assert engine.held([0, last - 1]) == [False, True]
     assert engine.metric("evicted_blocks") > 0 and engine.metric("used_bytes") <= BUDGET
 
 
