@@ -3,7 +3,7 @@
 A prompt comes in pieces (a chat's messages, more or less). Each piece, in its place behind certain other pieces, has
 an entry: how many tokens the prompt has up to its end, the keys of the blocks that it completed, the last block's
 hash, and the tokens that fill no block yet. Going on from an entry is exact, so the next turn of a conversation costs
-a lookup per known piece and the hashing of what is new.
+a comparison per known piece and the hashing of what is new.
 """
 
 from __future__ import annotations
@@ -40,18 +40,28 @@ class Start(NamedTuple):
 class _Entry:
     """What is known of a prompt up to the end of a piece."""
 
-    __slots__ = ("id", "keys", "last", "piece", "rest", "tokens")
+    __slots__ = ("follower", "id", "key", "keys", "last", "piece", "rest", "tokens")
 
     def __init__(
-        self, id: int, piece: str, tokens: int, last: BlockHash | None, rest: TokenIds, keys: list[BlockKey]
+        self,
+        id: int,
+        key: _EntryKey,
+        piece: str,
+        tokens: int,
+        last: BlockHash | None,
+        rest: TokenIds,
+        keys: list[BlockKey],
     ) -> None:
         self.id = id
+        self.key = key
         self.piece = piece
         self.tokens = tokens
         self.last = last
         self.rest = rest
         self.keys = keys
         """Of the blocks that end in this piece."""
+        self.follower: _EntryKey | None = None
+        """Of the piece that came next the last time."""
 
 
 _EntryKey = tuple[Start | int, int, str]
@@ -60,24 +70,22 @@ kept takes a tenth of hashing it, so not all of it is part of the key. Of two pi
 _END_CHARS = 24
 
 
-def _key(before: Start | int, piece: str) -> _EntryKey:
-    return before, len(piece), piece[-_END_CHARS:]
+def _key(place: Start | int, text: str, begin: int, end: int) -> _EntryKey:
+    """Of the piece of `text` from `begin` to `end`. `place`: the entry before it, or the start."""
+    return place, end - begin, text[max(begin, end - _END_CHARS) : end]
 
 
 class Walk:
-    """How far a prompt is known."""
+    """How far a text is known."""
 
-    __slots__ = ("entry", "path", "start")
+    __slots__ = ("end", "path", "start")
 
-    def __init__(self, start: Start, entry: _Entry | None, path: list[tuple[_EntryKey, _Entry]]) -> None:
+    def __init__(self, start: Start, path: list[_Entry], end: int) -> None:
         self.start = start
-        self.entry = entry
         self.path = path
-
-    @property
-    def pieces(self) -> int:
-        """Number of pieces that are known."""
-        return len(self.path)
+        """Entries of the known pieces."""
+        self.end = end
+        """Characters of them all."""
 
 
 class HashChain:
@@ -89,54 +97,65 @@ class HashChain:
         self._ids = itertools.count()
         self._lock = threading.Lock()
 
-    def walk(self, start: Start, pieces: Sequence[str]) -> Walk:
-        """As far as `pieces` are known. Equal ones behind equal ones, or behind an equal start, have equal tokens."""
-        entry: _Entry | None = None
-        path: list[tuple[_EntryKey, _Entry]] = []
-        before: Start | int = start
+    def walk(self, start: Start, text: str, separator: str | None) -> Walk:
+        """As far as the pieces of `text` are known. Equal ones behind equal ones, or behind an equal start, have equal
+        tokens.
+
+        Args:
+            separator: what each piece but the first begins with, and none has elsewhere; None if there is one piece.
+        """
+        path: list[_Entry] = []
+        place: Start | int = start
+        follower: _EntryKey | None = None
+        at, size = 0, len(text)
         with self._lock:
             get = self._entries.get
-            for piece in pieces:
-                key = before, len(piece), piece[-_END_CHARS:]  # `_key`, without a call for each piece
-                found = get(key)
-                if found is None or found.piece != piece:
-                    break
-                entry = found
-                before = found.id
-                path.append((key, found))
+            while at < size:
+                # What came next the last time mostly does again. Then its end need not be searched for.
+                found = get(follower) if follower is not None else None
+                if found is None or not _is_piece(found.piece, text, at, separator):
+                    key = _key(place, text, at, _end(text, at, separator))
+                    found = get(key)
+                    if found is None or not text.startswith(found.piece, at):
+                        break
+                    if path:
+                        path[-1].follower = key
+                path.append(found)
+                place, follower = found.id, found.follower
+                at += len(found.piece)
             # What others build upon is used last, so that it never goes before them.
-            self._entries.touch(key for key, _ in reversed(path))
-        return Walk(start, entry, path)
+            self._entries.touch([entry.key for entry in reversed(path)])
+        return Walk(start, path, at)
 
     def keys(
-        self, walk: Walk, pieces: Sequence[str], ids_of: Callable[[int], TokenIds], after: TokenIds = NO_IDS
+        self, walk: Walk, pieces: Sequence[str], ids_of: Callable[[str], TokenIds], after: TokenIds = NO_IDS
     ) -> tuple[int, list[BlockKey]]:
         """Number of tokens and the keys of all whole blocks.
 
         Args:
-            walk: of `pieces`.
-            ids_of: the tokens of the piece at an index.
+            pieces: of the text behind `walk.end`.
+            ids_of: the tokens of a piece.
             after: tokens that follow the last piece.
         """
-        start, entry = walk.start, walk.entry
+        entry = walk.path[-1] if walk.path else None
         keys: list[BlockKey] = []
-        for _, known in walk.path:
+        for known in walk.path:
             keys += known.keys
-        new: list[tuple[_EntryKey, _Entry]] = []
-        for index in range(walk.pieces, len(pieces)):
-            piece = pieces[index]
-            key = _key(start if entry is None else entry.id, piece)
-            entry = self._next(start, entry, piece, ids_of(index))
+        new: list[_Entry] = []
+        for index, piece in enumerate(pieces):
+            before, entry = entry, self._next(walk.start, entry, piece, ids_of(piece))
             keys += entry.keys
             # What is short, as the beginning of an answer, is hashed sooner than kept.
             if len(piece) > SHORT_PIECE or index + 1 < len(pieces):
-                new.append((key, entry))
+                new.append(entry)
+                if before is not None:
+                    before.follower = entry.key
         if new:
             with self._lock:
-                for key, made in new:
-                    self._entries.put(key, made, _size(made))
+                for made in new:
+                    self._entries.put(made.key, made, _size(made))
         if after or entry is None:
-            entry = self._next(start, entry, "", after)
+            entry = self._next(walk.start, entry, "", after)
             keys += entry.keys
         return entry.tokens, keys
 
@@ -152,15 +171,31 @@ class HashChain:
             last, pending, tokens = None, front + ids, len(front)
         else:
             last, pending, tokens = before.last, before.rest + ids, before.tokens
-        chain = self._hasher.chain(pending, start.extra, parent=last)
+        # A list of numbers is read in less time than an array, which makes them one by one.
+        chain = self._hasher.chain(pending.tolist(), start.extra, parent=last)
         return _Entry(
             next(self._ids),
+            _key(start if before is None else before.id, piece, 0, len(piece)),
             piece,
             tokens + len(ids),
             chain[-1] if chain else last,
             pending[len(chain) * self._hasher.block_size :],
             [block_hash[:KEY_BYTES] for block_hash in chain],
         )
+
+
+def _end(text: str, at: int, separator: str | None) -> int:
+    """Where the piece that begins at `at` ends."""
+    found = text.find(separator, at + 1) if separator is not None else -1
+    return len(text) if found < 0 else found
+
+
+def _is_piece(piece: str, text: str, at: int, separator: str | None) -> bool:
+    """Whether the piece of `text` that begins at `at` is this one, which is a piece of some text."""
+    end = at + len(piece)
+    if not text.startswith(piece, at):
+        return False
+    return end == len(text) or (separator is not None and text.startswith(separator, end))
 
 
 def _size(entry: _Entry) -> int:

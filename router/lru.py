@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -16,28 +16,29 @@ class ByteLru(Generic[K, V]):
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
-
-    def get(self, key: K) -> V | None:
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._sizes: dict[K, int] = {}
+        self.get: Callable[[K], V | None] = self._values.get
         """The value; `touch` it if it was of use."""
-        found = self._entries.get(key)
-        return None if found is None else found[0]
 
     def touch(self, keys: Iterable[K]) -> None:
         """Mark as used, the last one as used last; all of them are there."""
-        move = self._entries.move_to_end
+        move = self._values.move_to_end
         for key in keys:
             move(key)
 
     def put(self, key: K, value: V, size: int) -> None:
         """Keep `value`, of about `size` bytes with its key."""
-        self._bytes += size - self._entries.pop(key, (None, 0))[1]
-        self._entries[key] = (value, size)
+        self._bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self._values[key] = value
+        self._values.move_to_end(key)
         while self._bytes > self._max_bytes:
-            self._bytes -= self._entries.popitem(last=False)[1][1]
+            oldest, _ = self._values.popitem(last=False)
+            self._bytes -= self._sizes.pop(oldest)
 
     def __contains__(self, key: K) -> bool:
-        return key in self._entries
+        return key in self._values
 
     @property
     def size(self) -> int:

@@ -51,10 +51,10 @@ class PromptBlocks:
 
 
 class _Prompt(NamedTuple):
-    """A prompt as it was read: token ids, or pieces of text."""
+    """A prompt as it was read: token ids, or a text."""
 
     ids: list[int] | None
-    pieces: list[str]
+    text: str
     add_special_tokens: bool = False
 
 
@@ -66,6 +66,8 @@ class _Prepared(NamedTuple):
     prompt: _Prompt
     extra: ExtraKeys | None
     walk: Walk | None
+    pieces: list[str]
+    """Of the text, those that are not known."""
 
 
 class PromptHasher:
@@ -102,11 +104,8 @@ class PromptHasher:
                     return PromptBlocks(len(ids), self._hasher.keys(ids, prepared.extra))
                 except ValueError:
                     raise PromptUnknown(Unknown.UNREADABLE) from None
-            segments, pieces = self._tokenizer.segments, prompt.pieces
             _, after = self._tokenizer.around(add_special_tokens=prompt.add_special_tokens)
-            tokens, keys = self._chain.keys(
-                prepared.walk, pieces, lambda index: segments.ids(pieces[index], first=not index), after
-            )
+            tokens, keys = self._chain.keys(prepared.walk, prepared.pieces, self._tokenizer.segments.ids, after)
             return PromptBlocks(tokens, keys)
         except PromptUnknown as e:
             return PromptBlocks(estimated_tokens(fields), (), e.reason.value)
@@ -127,13 +126,11 @@ class PromptHasher:
             return True
         if prepared.prompt.ids is not None or prepared.walk is None:
             return len(prepared.prompt.ids or ()) <= CHEAP_IDS
-        pieces, segments = prepared.prompt.pieces, self._tokenizer.segments
-        new = sum(
-            len(pieces[index])
-            for index in range(prepared.walk.pieces, len(pieces))
-            if not segments.knows(pieces[index], first=not index)
-        )
-        return new <= (FAST_CHARS if self._tokenizer.encoder.fast else SHORT_BYTES)
+        most = FAST_CHARS if self._tokenizer.encoder.fast else SHORT_BYTES
+        if len(prepared.prompt.text) - prepared.walk.end <= most:
+            return True
+        segments = self._tokenizer.segments
+        return sum(len(piece) for piece in prepared.pieces if not segments.knows(piece)) <= most
 
     @property
     def kept_bytes(self) -> int:
@@ -144,31 +141,31 @@ class PromptHasher:
         """Everything but tokenizing and hashing what is new."""
         extra = _extra(fields, lora)
         prompt = self._read(fields, kind)
-        walk: Walk | None = None
-        if prompt.ids is None and self._tokenizer is not None:
-            before, _ = self._tokenizer.around(add_special_tokens=prompt.add_special_tokens)
-            walk = self._chain.walk(Start(extra, before, self._tokenizer.encoder.generation), prompt.pieces)
-        return _Prepared(fields, lora, prompt, extra, walk)
+        if prompt.ids is not None or self._tokenizer is None:
+            return _Prepared(fields, lora, prompt, extra, None, [])
+        before, _ = self._tokenizer.around(add_special_tokens=prompt.add_special_tokens)
+        segments, start = self._tokenizer.segments, Start(extra, before, self._tokenizer.encoder.generation)
+        walk = self._chain.walk(start, prompt.text, segments.separator)
+        return _Prepared(fields, lora, prompt, extra, walk, segments.cut(prompt.text, walk.end))
 
     def _read(self, fields: RequestFields, kind: PromptKind) -> _Prompt:
         _refuse_what_changes_the_prompt(fields, kind)
         if kind is PromptKind.CHAT:
             if self._tokenizer is None:
                 raise PromptUnknown(Unknown.NO_TOKENIZER)
-            text, special = self._tokenizer.render(fields), fields.add_special_tokens is True
-            return _Prompt(None, self._tokenizer.segments.cut(text), special)
+            return _Prompt(None, self._tokenizer.render(fields), fields.add_special_tokens is True)
         if isinstance(fields.prompt, UnsetType):
             raise PromptUnknown(Unknown.NO_PROMPT)
         first = bytes(memoryview(fields.prompt)[:1])
         try:
             if first == b"[":
-                return _Prompt(_ids.decode(fields.prompt), [])
+                return _Prompt(_ids.decode(fields.prompt), "")
             text, special = _text.decode(fields.prompt), fields.add_special_tokens is not False
         except msgspec.DecodeError:
             raise PromptUnknown(Unknown.BATCH if first == b"[" else Unknown.UNREADABLE) from None
         if self._tokenizer is None:
             raise PromptUnknown(Unknown.NO_TOKENIZER)
-        return _Prompt(None, self._tokenizer.segments.cut(text), special)
+        return _Prompt(None, text, special)
 
 
 def estimated_tokens(fields: RequestFields) -> int:

@@ -115,8 +115,7 @@ class PromptTokenizer:
         texts = ["", *chats(self._tokenizer, separator, proof)]
 
         def cut(text: str) -> list[int]:
-            pieces = segments.cut(text)
-            return [id for index, piece in enumerate(pieces) for id in segments.ids(piece, first=not index)]
+            return [id for piece in segments.cut(text) for id in segments.ids(piece)]
 
         return separator if differing(texts, self.encoder.exact, cut) is None else None
 

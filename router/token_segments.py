@@ -65,29 +65,34 @@ class TokenSegments:
     def __init__(self, encoder: Encoder, separator: str | None, max_bytes: int = MAX_BYTES) -> None:
         self._encoder = encoder
         self.separator = separator
-        self._known: ByteLru[tuple[int, bool, str], TokenIds] = ByteLru(max_bytes)
+        self._known: ByteLru[tuple[int, str], TokenIds] = ByteLru(max_bytes)
         self._lock = threading.Lock()
 
-    def cut(self, text: str) -> list[str]:
-        """The pieces, without the separator that each but the first begins with."""
-        return [text] if self.separator is None else text.split(self.separator)
+    def cut(self, text: str, at: int = 0) -> list[str]:
+        """The pieces of what follows `at`, where one begins; each but perhaps the first begins with the separator."""
+        rest = text[at:] if at else text
+        if self.separator is None:
+            return [rest] if rest or not at else []
+        first, *others = rest.split(self.separator)
+        pieces = [self.separator + piece for piece in others]
+        return [first, *pieces] if first else pieces
 
-    def ids(self, piece: str, *, first: bool) -> TokenIds:
-        """Tokens of a piece that `cut` made; `first`: it is the one at the beginning of the text."""
-        key = (self._encoder.generation, first, piece)
+    def ids(self, piece: str) -> TokenIds:
+        """Tokens of a piece that `cut` made."""
+        key = (self._encoder.generation, piece)
         with self._lock:
             ids = self._known.get(key)
             if ids is not None:
                 self._known.touch((key,))
                 return ids
-        ids = self._encoder.encode(piece if first else f"{self.separator}{piece}")
+        ids = self._encoder.encode(piece)
         with self._lock:
             self._known.put(key, ids, _ENTRY_BYTES + sys.getsizeof(piece) + ids.itemsize * len(ids))
         return ids
 
-    def knows(self, piece: str, *, first: bool) -> bool:
+    def knows(self, piece: str) -> bool:
         """Whether `ids` only has to look it up."""
-        return (self._encoder.generation, first, piece) in self._known
+        return (self._encoder.generation, piece) in self._known
 
     @property
     def kept_bytes(self) -> int:

@@ -250,6 +250,26 @@ def test_texts_of_one_length_and_end_are_told_apart(real: PromptTokenizer) -> No
         assert hasher.blocks(request, PromptKind.CHAT) == PromptBlocks(len(ids), HASHER.keys(ids))
 
 
+def test_a_text_that_begins_like_what_came_next_the_last_time_is_told_apart(real: PromptTokenizer) -> None:
+    hasher = PromptHasher(SPEC, real)
+    begin = {"role": "user", "content": "first " * 100}
+    for last in ("word " * 50, "word " * 60, "word " * 50, "word " * 50 + "\n", "word " * 49, ""):
+        for end in ([], [{"role": "user", "content": "and?"}]):
+            messages = [begin, {"role": "assistant", "content": last}, *end]
+            request = fields({"messages": messages, "add_generation_prompt": False})
+            ids = real.encode(real.render(request), add_special_tokens=False)
+            assert hasher.blocks(request, PromptKind.CHAT) == PromptBlocks(len(ids), HASHER.keys(ids))
+
+
+@pytest.mark.parametrize("prompt", ["", "<|end|>", "<|end|><|end|>x", "x<|end|>", "word " * 100])
+def test_texts_are_the_same_once_they_are_known(real: PromptTokenizer, prompt: str) -> None:
+    hasher = PromptHasher(SPEC, real)
+    request = fields({"prompt": prompt, "add_special_tokens": False})
+    ids = real.encode(prompt, add_special_tokens=False)
+    for _ in range(3):
+        assert hasher.blocks(request, PromptKind.COMPLETION) == PromptBlocks(len(ids), HASHER.keys(ids))
+
+
 def test_threads_and_the_loop_may_hash_at_once(real: PromptTokenizer) -> None:
     hasher = PromptHasher(SPEC, real, max_bytes=30_000)
     requests = [

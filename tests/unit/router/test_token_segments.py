@@ -78,8 +78,7 @@ TEMPLATE = "{% for m in messages %}<|im|>{{ m.content }}{% endfor %}"
 def test_tokenizers_that_put_a_space_in_front_are_cut_right_or_not_at_all(prepend: str, text: str) -> None:
     tokenizer = _metaspace(prepend)
     ours = PromptTokenizer(TokenizerFiles(tokenizer.to_str().encode(), b"", TEMPLATE))
-    pieces = ours.segments.cut(text)
-    assert [id for n, piece in enumerate(pieces) for id in ours.segments.ids(piece, first=not n)] == (
+    assert [id for piece in ours.segments.cut(text) for id in ours.segments.ids(piece)] == (
         tokenizer.encode(text, add_special_tokens=False).ids
     )
 
@@ -147,10 +146,10 @@ def test_what_turns_out_to_be_wrong_while_serving_is_given_up_and_forgotten(
     segments = TokenSegments(encoder, "<|end|>")
     assert encoder.fast
     with caplog.at_level(logging.WARNING):
-        assert segments.ids("a secret", first=True) == TokenIds("I", [7])
+        assert segments.ids("a secret") == TokenIds("I", [7])
         eventually(lambda: not encoder.fast)
     eventually(lambda: encoder.generation == 1)
-    assert segments.ids("a secret", first=True) == encoder.exact("a secret")
+    assert segments.ids("a secret") == encoder.exact("a secret")
     assert encoder.mismatches == 1
     assert "differ while serving" in caplog.text
     assert "secret" not in caplog.text
