@@ -11,16 +11,14 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
 import msgspec
+
+from vllm_pd.router.template_environment import TemplateEnvironment, is_name
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -40,37 +38,6 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 class TemplateFailed(ValueError):
     """The template refuses these messages, or is not valid."""
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training. It renders to its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration is a plain set
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
-        lineno = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=lineno)
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with its answer known beforehand for what templates read most: it takes half the time."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
-            try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
-        if type(obj) is jinja2.runtime.LoopContext and attribute in _LOOP_ATTRIBUTES:
-            return getattr(obj, attribute)
-        return super().getattr(obj, attribute)
-
-
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-_LOOP_ATTRIBUTES = frozenset(
-    {"index", "index0", "first", "last", "length", "revindex", "revindex0", "previtem", "nextitem"}
-)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -116,7 +83,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        env = TemplateEnvironment()
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise_exception
         env.globals["strftime_now"] = _strftime_now
@@ -176,14 +143,10 @@ class ChatTemplate:
 def _may_loop_over_content(tree: jinja2.nodes.Template) -> bool:
     parameters = {name.name for macro in tree.find_all(jinja2.nodes.Macro) for name in macro.args}
     for loop in tree.find_all(jinja2.nodes.For):
-        names = {node.name for node in (loop.iter, *loop.iter.find_all(jinja2.nodes.Name)) if _is_name(node)}
+        names = {node.name for node in (loop.iter, *loop.iter.find_all(jinja2.nodes.Name)) if is_name(node)}
         if "content" in names or names & parameters or _reads_content(loop.iter):
             return True
     return False
-
-
-def _is_name(node: jinja2.nodes.Node) -> TypeGuard[jinja2.nodes.Name]:
-    return isinstance(node, jinja2.nodes.Name)
 
 
 def _reads_content(node: jinja2.nodes.Node) -> bool:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vllm_pd.router.chat_template import ChatTemplate, TemplateFailed, special_tokens
 
@@ -30,6 +35,8 @@ def test_templates_follow_hugging_face_conventions() -> None:
         "{{ messages[0].__class__ }}{{ messages[0].__class__.x }}",
         "{% for m in messages %}{{ loop.__init__.__globals__ }}{% endfor %}",
         "{% for m in messages %}{{ loop._iterator.x }}{% endfor %}",
+        "{% for m in messages %}{{ m.__class__.x }}{% endfor %}",
+        "{% for m in messages %}{{ m['__class__'].x }}{% endfor %}",
         "{{ messages[0].update({'content': 'x'}) }}",
         "{{ raise_exception('x') }}",
         "{{ 1 / 0 }}",
@@ -40,6 +47,46 @@ def test_templates_follow_hugging_face_conventions() -> None:
 def test_templates_run_in_a_sandbox_and_fail_cleanly(source: str) -> None:
     with pytest.raises(TemplateFailed):
         render(source)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        "m.role",
+        "m['role']",
+        "m.missing is defined",
+        "m['missing'] is defined",
+        "m.items is defined",
+        "m['keys'] is defined",
+        "m.keys() | list",
+        "m.first",
+        "m['first'] ~ loop.first ~ loop['last'] ~ loop.nextitem.role",
+        "loop.missing is defined",
+        "m.content.strip",
+        "m.content['strip'] is defined",
+        "nothing.role",
+        "nothing['role']",
+        "other.first ~ other['first']",
+        "number.role is defined",
+    ],
+)
+def test_members_are_read_as_the_sandbox_reads_them(read: str) -> None:
+    source = f"{{% for m in messages %}}{{{{ {read} }}}};{{% endfor %}}"
+    messages = [{"role": role, "content": " x ", "first": "mine"} for role in ("user", "assistant")]
+    variables = {"other": OrderedDict(first="theirs"), "number": 1}
+
+    def outcome(render: Callable[[], str]) -> str:
+        try:
+            return render()
+        except (TemplateFailed, UndefinedError) as e:
+            return f"failed: {e}"
+
+    expected = outcome(
+        lambda: ImmutableSandboxedEnvironment().from_string(source).render(messages=messages, **variables)
+    )
+    found = outcome(lambda: render(source, messages, extra=variables))
+    address = re.compile("0x[0-9a-f]+")
+    assert address.sub("", found) == address.sub("", expected)
 
 
 def test_special_tokens_are_read_from_text_or_object() -> None:
