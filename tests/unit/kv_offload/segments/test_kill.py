@@ -97,7 +97,7 @@ def test_a_process_that_is_killed_loses_at_most_what_it_was_writing(tmp_path: Pa
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
