@@ -108,7 +108,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec=offloading_spec, primary_kv_view=primary_kv_view, **options)
         self.locality = OffloadLocality.LOCAL
         self._ssd, self._clock = ssd, clock
-        self._slots = primary_kv_view.shape[0]
+        self._slots = primary_kv_view.nbytes // self.block_size_bytes
         self._memory = primary_kv_view.cast("B")
         self._tells = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._counts = SsdCounts()
