@@ -6,18 +6,18 @@ vLLM keeps `lru` and `arc` for its own; the other names of `policies.POLICIES` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from vllm_pd.kv_offload import policies
-from vllm_pd.kv_offload.policies.base import EvictionPolicy
+from vllm_pd.kv_offload.policies.base import QueuePolicy
 from vllm_pd.vllm_compat import CachePolicy, CachePolicyFactory, ChunkStatus, OffloadKey, ReqContext, order_request_keys
 
 
 class PolicyAdapter(CachePolicy):  # type: ignore[misc]
     """A pure policy together with vLLM's record of each block. vLLM's scheduler calls it, from one thread."""
 
-    make: ClassVar[Callable[[int], EvictionPolicy]]
+    make: ClassVar[type[QueuePolicy]]
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
