@@ -200,10 +200,10 @@ class PrefillQueueLosses:
         }
 
     async def test_leftovers_of_a_silent_router_leave_room(self, harness: Harness) -> None:
-        queue = harness.prefill_queue(dataclasses.replace(LIMITS, silence_ms=50))
+        queue = harness.prefill_queue(dataclasses.replace(LIMITS, silence_ms=500))
         await put(queue, *(job(f"s{n}", router="gone") for n in range(5)))
         claimed = await claim(queue, A)
-        await harness.pass_time(80)
+        await harness.pass_time(550)
         await put(queue, job("new"))
         assert await queue.depth(POOL_ID, []) == {None: QueueDepth(1, 100, 1, 100)}
         assert not await queue.extend(POOL_ID, claimed)

@@ -138,8 +138,25 @@ return 'put'
 CLAIM = Script(
     COMMON
     + """
--- KEYS: own stream, shared one, perhaps another's. ARGV: claimant, its worker, its epoch, fits, key of the worker.
+-- KEYS: own stream, shared one, perhaps another's. ARGV: claimant, its worker, its epoch, fits, key of the worker, name
+-- of this claim, names of earlier ones whose answers were lost, with a space before and after each, or ''.
 local CLAIMANT, WORKER, EPOCH, FITS = ARGV[16], ARGV[17], ARGV[18], tonumber(ARGV[19])
+local NAME, LOST = ARGV[21], ARGV[22]
+local function answer(i, entry, f)
+  local held = redis.call('HMGET', JOB .. f[2], 'attempt', 'payload', 'claim')
+  return {i, entry, f[2], f[4], f[6], f[8], tonumber(held[1]), held[2], held[3]}
+end
+if LOST ~= '' then
+  for _, name in ipairs(redis.call('HKEYS', CLAIMS .. WORKER)) do
+    local held = redis.call('HMGET', JOB .. name, 'claim', 'claimant', 'stream', 'entry')
+    if held[1] and held[2] == CLAIMANT and string.find(LOST, ' ' .. held[1] .. ' ', 1, true) then
+      for i = 1, #KEYS do
+        local f = KEYS[i] == held[3] and fields(held[3], held[4])
+        if f then return answer(i, held[4], f) end
+      end
+    end
+  end
+end
 local function waiting(first, last)
   local found = {}
   for i = first, last do
@@ -171,13 +188,13 @@ local function claim(first, last)
       elseif FITS >= 0 and tonumber(f[4]) > FITS then
         if now - f[10] >= PATIENCE then return nil, true end
       elseif held[3] ~= WORKER or now - string.match(entry, '^%d+') >= PATIENCE then
-        local attempt = redis.call('HINCRBY', job, 'attempt', 1)
-        redis.call('HSET', job, 'claimant', CLAIMANT, 'worker', WORKER)
+        redis.call('HINCRBY', job, 'attempt', 1)
+        redis.call('HSET', job, 'claimant', CLAIMANT, 'worker', WORKER, 'claim', NAME)
         redis.call('XCLAIM', stream, GROUP, 'all', 0, entry, 'FORCE', 'JUSTID')
         redis.call('HSET', CLAIMS .. WORKER, f[2], EPOCH)
         for _, key in ipairs({job, stream, CLAIMS .. WORKER}) do keep(key, 4 * VISIBILITY) end
         own(WORKER, 4 * VISIBILITY)
-        return {each[1], entry, f[2], f[4], f[6], f[8], attempt, redis.call('HGET', job, 'payload')}
+        return answer(each[1], entry, f)
       end
     end
   end
@@ -196,8 +213,9 @@ end
 return last
 """
 )
-"""Claim a job; answers (number of its stream, entry, name, tokens, order, router, attempt, payload), or 0 and the
-newest entry of the first two streams: whatever comes after these was not seen."""
+"""Claim a job; answers (number of its stream, entry, name, tokens, order, router, attempt, payload, name of the claim),
+or 0 and the newest entry of the first two streams: whatever comes after these was not seen. A job that an earlier claim
+got, and whose answer was lost, is answered again."""
 
 EXTEND = Script(
     COMMON

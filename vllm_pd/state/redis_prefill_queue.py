@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ _MOST = 64
 _LONGEST_WAIT_MS = 30_000
 _AT_ONCE = 16
 _LEAST_ORDER = -(1 << 63)
+_MOST_UNANSWERED = 8
 
 
 class RedisPrefillQueue:
@@ -56,6 +58,8 @@ class RedisPrefillQueue:
         self._common: dict[PoolId, tuple[object, ...]] = {}
         self._taken: dict[str, list[bytes]] = {}
         """Entries of streams that only this process reads, which were handed out and can go."""
+        self._unanswered: dict[tuple[PoolId, Claimant], list[str]] = {}
+        """Names of claims whose answers were lost."""
 
     @property
     def malformed_total(self) -> int:
@@ -78,13 +82,24 @@ class RedisPrefillQueue:
             streams.append(steal_from)
         keys = [self._keys.prefill(pool, stream) for stream in streams]
         args = (str(claimant), claimant.worker, claimant.epoch, fits, self._keys.worker(pool, claimant.worker))
+        unanswered = self._unanswered.setdefault((pool, claimant), [])
         deadline = time.monotonic() + min(wait_ms, _LONGEST_WAIT_MS) / 1000
         while True:
-            number, *found = await self._run(scripts.CLAIM, pool, keys, *args)
+            name, lost = f"{random.getrandbits(64):x}", "".join(f" {each} " for each in unanswered)
+            try:
+                number, *found = await self._run(scripts.CLAIM, pool, keys, *args, name, lost)
+            except StoreError:
+                # It may have got a job all the same, which would wait until it is missed.
+                unanswered[:] = [*unanswered[1 - _MOST_UNANSWERED :], name]
+                raise
+            if number and found[-1].decode() in unanswered:
+                unanswered.remove(found[-1].decode())
+            else:
+                unanswered.clear()
             if number:
-                entry, name, tokens, order, router, attempt, payload = found
+                entry, job_name, tokens, order, router, attempt, payload, _ = found
                 stream = streams[number - 1]
-                job = PrefillJob(JobId(name.decode()), int(tokens), payload, stream, _order(order), router.decode())
+                job = PrefillJob(JobId(job_name.decode()), int(tokens), payload, stream, _order(order), router.decode())
                 return Claim(job, claimant, attempt, entry.decode())
             left_ms = int((deadline - time.monotonic()) * 1000)
             if left_ms <= 0:

@@ -20,6 +20,7 @@ from tests.conformance.prefill_queue import (
     claims,
     job,
     names,
+    nothing,
     put,
     waited_for,
 )
@@ -104,6 +105,29 @@ async def test_results_whose_answer_got_lost_are_there_again(queue: RedisPrefill
     assert await restarted.results(POOL_ID, ROUTER) == first
     assert len(first) == 2
     await restarted.close()
+
+
+async def test_a_claim_whose_answer_got_lost_is_answered_again(
+    queue: RedisPrefillQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its job would wait until it is missed, with its worker idle."""
+    run = queue._run
+
+    async def lose(*args: object) -> None:
+        await run(*args)  # type: ignore[arg-type]
+        raise StoreError("lost")
+
+    await put(queue, job("one"), job("two"), job("three"))
+    for _ in range(2):
+        monkeypatch.setattr(queue, "_run", lose)
+        with pytest.raises(StoreError):
+            await queue.claim(POOL_ID, at(A), fits=-1)
+    monkeypatch.setattr(queue, "_run", run)
+    found = await claims(queue, A, 3)
+    assert names(found) == ["one", "two", "three"]
+    assert [each.attempt for each in found] == [1, 1, 1]
+    assert await nothing(queue, A)
+    assert all([await queue.ack(POOL_ID, each, b"") for each in found])
 
 
 async def test_results_that_came_to_a_store_whose_clock_is_behind_are_seen(
