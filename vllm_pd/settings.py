@@ -255,6 +255,11 @@ def _check_offload(settings: WorkerSettings) -> None:
         )
     if settings.offload == NONE and tiers:
         raise SettingsError("--pd-offload none and the size of a tier contradict each other; drop one of them.")
+    if settings.offload != TIERS and (settings.eviction != policies.DEFAULT or settings.load_gate is not Mode.AUTO):
+        raise SettingsError(
+            f"--pd-eviction and --pd-load-gate are about the tiers, which --pd-offload {settings.offload} turns off; "
+            "drop them."
+        )
     if settings.offload != LMCACHE and (settings.lmcache or settings.lmcache_url != lmcache_options.DEFAULT_URL):
         raise SettingsError("An LMCache server is named, but nothing uses it; add --pd-offload lmcache or drop it.")
 

@@ -33,6 +33,8 @@ def test_the_tiers_are_what_keeps_blocks_unless_another_is_named() -> None:
         ({"offload": "lmcache", "ssd_path": "/x", "ssd_gib": 1, "cpu_gib": 1}, ["--pd-ssd-path"]),
         ({"offload": "lmcache", "tiers": {"eviction_policy": "arc"}}, ["tiers"]),
         ({"offload": "none", "cpu_gib": 1}, ["contradict"]),
+        ({"offload": "lmcache", "eviction": "lru"}, ["--pd-eviction", "--pd-offload lmcache"]),
+        ({"offload": "none", "load_gate": "always"}, ["--pd-load-gate", "--pd-offload none"]),
         ({"lmcache_url": "tcp://h:1"}, ["add --pd-offload lmcache"]),
         ({"lmcache": {"mq_timeout": 1}, "cpu_gib": 1}, ["add --pd-offload lmcache"]),
         ({"offload": "lmcache", "lmcache_url": "h"}, ["tcp://HOST:PORT"]),
