@@ -19,10 +19,13 @@ BACKEND = "POSIX"
 NAME = "vllm-pd-block-io"
 
 QUEUE = 1024
-"""Requests that an agent holds. NIXL's default of 65,536 takes 12 MB, and the kernel has 256 of them at a time."""
+"""Requests that an agent holds. NIXL's default of 65,536 takes 12 MB."""
+
+KERNEL_QUEUE, PER_LOOK = 256, 64
+"""Requests that the kernel has at a time, and those that one look at a transfer hands on to it and takes back."""
 
 FIRST_PAUSE_S, PAUSE_FACTOR, LAST_PAUSE_S = 20e-6, 1.5, 100e-6
-"""Between two looks at a transfer. A look hands at most 64 waiting requests on to the kernel, so pauses stay short."""
+"""After as many looks as empty and fill the kernel's queue. On a busy machine a pause is long, whatever was asked."""
 
 PATIENT_AFTER_S, PATIENT_PAUSE_S = 0.1, 1e-3
 """What takes this long waits for a disk in trouble, not for us."""
@@ -53,7 +56,8 @@ class NixlAgent:
             # Without a progress thread, which would spin on a core: this backend moves on when it is looked at.
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent: Any = api.nixl_agent(NAME, config)
-            self._agent.create_backend(BACKEND, {"ios_pool_size": str(QUEUE)})
+            options = {"ios_pool_size": str(QUEUE), "kernel_queue_size": str(KERNEL_QUEUE)}
+            self._agent.create_backend(BACKEND, options)
             self._agent.register_memory(_ALL_MEMORY, "DRAM", [BACKEND])
         # NIXL's errors have no base of their own.
         except Exception as error:
@@ -83,12 +87,17 @@ class NixlAgent:
         except Exception:
             return False
         try:
-            return self._transfer(operation, agent.get_xfer_descs(memory, "DRAM"), agent.get_xfer_descs(ranges, "FILE"))
+            return self._transfer(
+                operation,
+                agent.get_xfer_descs(memory, "DRAM"),
+                agent.get_xfer_descs(ranges, "FILE"),
+                -(-min(len(requests), KERNEL_QUEUE) // PER_LOOK),
+            )
         finally:
             if self.usable:
                 agent.deregister_memory(registered, [BACKEND])
 
-    def _transfer(self, operation: Operation, memory: Any, ranges: Any) -> bool:
+    def _transfer(self, operation: Operation, memory: Any, ranges: Any, looks: int) -> bool:
         agent = self._agent
         try:
             handle = agent.initialize_xfer(operation, memory, ranges, NAME)
@@ -96,7 +105,7 @@ class NixlAgent:
             return False
         try:
             state = agent.transfer(handle)
-            moved = self._wait(handle, state)
+            moved = self._wait(handle, state, looks)
         except BaseException as error:
             # Some requests may be in flight and others in the queue, to be submitted with the next batch.
             _release(handle)
@@ -108,21 +117,24 @@ class NixlAgent:
         _release(handle)
         return moved
 
-    def _wait(self, handle: Any, state: str) -> bool:
+    def _wait(self, handle: Any, state: str, looks: int) -> bool:
         began = time.monotonic()
-        pause = FIRST_PAUSE_S
+        pause = 0.0
         while state == "PROC":
-            time.sleep(pause)
             try:
-                state = self._agent.check_xfer_state(handle)
+                for _ in range(looks):
+                    state = self._agent.check_xfer_state(handle)
+                    if state != "PROC":
+                        return state == "DONE"
             except Exception:
                 # From 1.5 on (`choose` takes no older one) NIXL says so when nothing is under way any more, and drops
                 # what it had not begun.
                 return False
             if pause < LAST_PAUSE_S:
-                pause = min(pause * PAUSE_FACTOR, LAST_PAUSE_S)
+                pause = min(max(FIRST_PAUSE_S, pause * PAUSE_FACTOR), LAST_PAUSE_S)
             elif time.monotonic() - began > PATIENT_AFTER_S:
                 pause = PATIENT_PAUSE_S
+            time.sleep(pause)
         return state == "DONE"
 
     def close(self) -> None:
