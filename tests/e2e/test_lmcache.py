@@ -53,9 +53,12 @@ class Scene:
 def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     logs = tmp_path_factory.mktemp("lmcache")
     with LMCacheServer(logs, chunk=CHUNK) as server:
+        # On a machine that is busy with other tests a server that answers late is not dead.
+        file = logs / "pd.yaml"
+        file.write_text("lmcache: {mq_timeout: 15, heartbeat_interval: 4}\n")
         settings = {
-            "VLLM_PD_OFFLOAD": "lmcache", "VLLM_PD_LMCACHE_URL": server.url, "VLLM_PD_CPU_GIB": "",
-            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_PD_CONFIG": str(file), "VLLM_PD_OFFLOAD": "lmcache", "VLLM_PD_LMCACHE_URL": server.url,
+            "VLLM_PD_CPU_GIB": "", "VLLM_SERVER_DEV_MODE": "1",
         }  # fmt: skip
         cluster = tiny_cluster(tiny_model, logs, env=settings, prefill=1, decode=1)
         with cluster:
