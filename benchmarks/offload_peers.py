@@ -1,6 +1,6 @@
-"""Three systems that keep KV blocks below the GPU, as real servers: our tiers, vLLM's own tiering, LMCache.
+"""Three systems that keep KV blocks below the GPU, as real servers: our tiers, vLLM's own tiering, LMCache; and none.
 
-All three run inside the `pd` connector on the CPU platform, so that nothing but the tiers differs. vLLM refuses to
+All run inside the `pd` connector on the CPU platform, so that nothing but the tiers differs. vLLM refuses to
 offload there; its manager and its file tier get our worker for the copies between KV cache and host memory.
 """
 
@@ -27,7 +27,7 @@ GIB = 1 << 30
 CALM_S = 0.6
 SETTLE_DEADLINE_S = 60.0
 
-OURS, VLLM, LMCACHE = "vllm-pd", "vLLM tiering (fs)", "LMCache"
+OURS, VLLM, LMCACHE, NOTHING = "vllm-pd", "vLLM tiering (fs)", "LMCache", "no tiers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +97,22 @@ class System:
 
 
 @contextmanager
-def running(name: str, model: Path, sizes: Sizes, folder: Path, logs: Path) -> Iterator[System]:
-    """Start it. What is in `folder` from an earlier run is found again.
+def running(name: str, model: Path, sizes: Sizes, folder: Path, logs: Path, **settings: Any) -> Iterator[System]:
+    """Start it. What is in `folder` from an earlier run is found again. `settings` are further ones of the worker.
 
     Raises:
         ProcessError: it did not start.
     """
     with ExitStack() as stack:
         server = stack.enter_context(_server(name, sizes, folder, logs))
-        settings = logs / f"{name.split()[0]}.yaml"
-        settings.write_text(yaml.safe_dump(_settings(name, sizes, folder, server)))
+        file = logs / f"{name.split()[0]}.yaml"
+        file.write_text(yaml.safe_dump({**_settings(name, sizes, folder, server), **settings}))
         cluster = LocalCluster(
             model=model, both=1, store=False, router=False, max_model_len=sizes.max_model_len,
             block_size=sizes.block_tokens, kv_blocks=sizes.gpu_blocks, log_dir=logs,
             worker_args=("--served-model-name", MODEL),
             env={
-                "VLLM_PD_CONFIG": str(settings), "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_PD_CONFIG": str(file), "VLLM_SERVER_DEV_MODE": "1",
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             },
         )  # fmt: skip
@@ -130,6 +130,8 @@ def _server(name: str, sizes: Sizes, folder: Path, logs: Path) -> AbstractContex
 def _settings(name: str, sizes: Sizes, folder: Path, server: LMCacheServer | None) -> dict[str, Any]:
     if server is not None:
         return {"offload": "lmcache", "lmcache_url": server.url}
+    if name == NOTHING:
+        return {"offload": "none"}
     memory: dict[str, Any] = {"cpu_gib": sizes.memory / GIB}
     if name == OURS:
         return {**memory, "ssd_path": str(folder), "ssd_gib": 4}

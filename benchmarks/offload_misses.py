@@ -1,0 +1,206 @@
+"""What a miss costs, and from which length on a hit is worth its load.
+
+The first is throughput of prompts that nobody asked for before, which tiers can only be in the way of: a server with
+them and one without are both up, the one that is not asked is stopped (SIGSTOP), and they take turns in pairs whose
+order alternates. The second is TTFT of prompts of many lengths, computed, from host memory and from the disk, with a
+gate that loads whatever it costs; beside it is what the same server's gate would have decided.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Target, progress
+from benchmarks.offload_peers import NOTHING, OURS, Sizes, System, running
+from benchmarks.offload_ttft import COLD, DISK, MEMORY, came_from
+from benchmarks.pd_ttft import SETTLE_S, Side, prompt, time_to_first_token
+from scripts.models import tiny_model_dir
+from vllm_pd.sim.kv_bytes import kv_bytes_per_token
+
+NAME = "What a miss costs, and from which length on a hit pays"
+
+SIZES = Sizes(memory=48 << 20, block_tokens=32, gpu_blocks=448, max_model_len=2560)
+AT_ONCE = 8
+TOKENS = 1500
+BATCH, PAIRS = 32, 9
+QUICK_BATCH, QUICK_PAIRS = 16, 4
+THROUGHPUT = 0.99
+
+LENGTHS = (64, 96, 160, 256, 384, 512, 1024, 2048)
+QUICK_LENGTHS = (64, 256, 1024)
+PROMPTS, QUICK_PROMPTS = 9, 5
+WARM_UP_LENGTHS = (100, 400, 1500)
+BELIEF = 4.0
+"""What the gate's break-even may differ from the measured one by: lengths are measured in steps of up to two."""
+
+Seconds = dict[tuple[int, str], list[float]]
+"""By prompt length and where it came from."""
+
+
+def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
+    """Both measurements."""
+    with tempfile.TemporaryDirectory(prefix="vllm-pd-offload-", dir=Path.cwd()) as scratch:
+        places = [Path(scratch) / name / part for name in ("throughput", "break-even") for part in ("blocks", "logs")]
+        for place in places:
+            place.mkdir(parents=True)
+        rows, targets = _throughput(places[0], places[1], quick)
+        more_rows, more_targets = _break_even(places[2], places[3], quick)
+    return rows + more_rows, targets + more_targets
+
+
+def _throughput(folder: Path, logs: Path, quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
+    model, rng = tiny_model_dir(), random.Random(3)
+    batch, pairs = (QUICK_BATCH, QUICK_PAIRS) if quick else (BATCH, PAIRS)
+    progress("starting a server with tiers and one without")
+    with running(OURS, model, SIZES, folder, logs) as on, running(NOTHING, model, SIZES, folder, logs) as off:
+        sides = {OURS: Side(on.url, [on.worker]), NOTHING: Side(off.url, [off.worker])}
+        taken: dict[str, list[float]] = {OURS: [], NOTHING: []}
+        with ExitStack() as at_the_end:
+            for side, system in zip(sides.values(), (on, off), strict=True):
+                _batch(system.url, [prompt(rng, TOKENS) for _ in range(batch)])
+                side.pause()
+                at_the_end.callback(side.wake)
+            for number in range(pairs):
+                progress(f"pair {number + 1} of {pairs}")
+                order = list(sides) if number % 2 else list(reversed(sides))
+                for name in order:
+                    sides[name].wake()
+                    # A moment to catch up with their clocks.
+                    time.sleep(SETTLE_S)
+                    url = (on if name == OURS else off).url
+                    taken[name].append(_batch(url, [prompt(rng, TOKENS) for _ in range(batch)]))
+                    sides[name].pause()
+        loaded = on.loaded_tokens()
+    if loaded:
+        raise SystemExit(f"{loaded:.0f} tokens of prompts that nobody asked for before came from the tiers.")
+    ratio = round(statistics.median(a / b for a, b in zip(taken[NOTHING], taken[OURS], strict=True)), 4)
+    rows = [
+        {
+            "server": name,
+            "prompts": batch * pairs,
+            "tokens": TOKENS,
+            "at once": AT_ONCE,
+            "tokens/s p50": round(batch * TOKENS / statistics.median(seconds)),
+            "tokens/s min": round(batch * TOKENS / max(seconds)),
+            "tokens/s max": round(batch * TOKENS / min(seconds)),
+        }
+        for name, seconds in taken.items()
+    ]
+    return rows, [Target.at_least("throughput of new prompts with tiers over without", ratio, THROUGHPUT)]
+
+
+def _batch(url: str, prompts: Sequence[list[int]]) -> float:
+    """Seconds to answer all, some at once."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(lambda ids: time_to_first_token(url, ids), prompts))
+    return time.perf_counter() - started
+
+
+def _break_even(folder: Path, logs: Path, quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
+    model, rng = tiny_model_dir(), random.Random(4)
+    lengths = QUICK_LENGTHS if quick else LENGTHS
+    prompts = [prompt(rng, length) for length in lengths for _ in range(QUICK_PROMPTS if quick else PROMPTS)]
+    progress("starting a server that loads whatever it costs")
+    found: Seconds = {}
+    with running(OURS, model, SIZES, folder, logs, load_gate="always") as system:
+        ask = _Asker(system, kv_bytes_per_token(model), found)
+        for length in WARM_UP_LENGTHS:
+            ids = prompt(rng, length)
+            for _ in range(4):
+                time_to_first_token(system.url, ids)
+                system.settle()
+                system.forget()
+        progress("computed")
+        for ids in prompts:
+            ask(ids, COLD)
+        system.settle()
+        system.forget()
+        progress("from host memory")
+        for ids in prompts:
+            ask(ids, MEMORY)
+        system.settle()
+        # What was asked for twice stays in host memory for longer, so more goes through it than it holds.
+        for _ in range(3 * SIZES.memory // (2000 * ask.token_bytes)):
+            time_to_first_token(system.url, prompt(rng, 2000))
+        system.settle()
+        system.forget()
+        progress("from the disk")
+        for ids in prompts:
+            ask(ids, DISK)
+        metrics = system.worker.metrics()
+        believed = {
+            kind: metrics.value("vllm_pd_offload_break_even_tokens", tier=tier) or None for kind, tier in _TIERS.items()
+        }
+    return _rows(found), _targets(found, believed)
+
+
+_TIERS = {MEMORY: "cpu", DISK: "ssd"}
+
+
+class _Asker:
+    """Asks, and keeps the time of answers that came from where they should."""
+
+    def __init__(self, system: System, token_bytes: int, found: Seconds) -> None:
+        self._system = system
+        self.token_bytes = token_bytes
+        self._found = found
+
+    def __call__(self, ids: list[int], kind: str) -> None:
+        system = self._system
+        loaded, read = system.loaded_tokens(), system.disk_bytes()[0]
+        seconds = time_to_first_token(system.url, ids)
+        # The last block is always computed, and of a short prompt that is much.
+        loadable = (len(ids) - 1) // SIZES.block_tokens * SIZES.block_tokens
+        share = (system.loaded_tokens() - loaded) / loadable
+        from_disk = (system.disk_bytes()[0] - read) / (loadable * self.token_bytes)
+        if came_from(share, from_disk) == kind:
+            self._found.setdefault((len(ids), kind), []).append(seconds)
+
+
+def _rows(found: Mapping[tuple[int, str], Sequence[float]]) -> list[dict[str, Any]]:
+    rows = []
+    for length in sorted({length for length, _ in found}):
+        row: dict[str, Any] = {"tokens": length}
+        for kind in (COLD, MEMORY, DISK):
+            seconds = found.get((length, kind), [])
+            row[f"{kind} p50 ms"] = round(statistics.median(seconds) * 1e3, 2) if seconds else None
+            row[f"{kind} answers"] = len(seconds)
+        rows.append(row)
+    return rows
+
+
+def break_even(found: Mapping[tuple[int, str], Sequence[float]], kind: str) -> int | None:
+    """Shortest measured length from which on all lengths are faster so than computed; None for none."""
+    shortest = None
+    for length in sorted({length for length, _ in found}, reverse=True):
+        cold, hit = found.get((length, COLD)), found.get((length, kind))
+        if not cold or not hit or statistics.median(hit) >= statistics.median(cold):
+            break
+        shortest = length
+    return shortest
+
+
+def _targets(found: Seconds, believed: Mapping[str, float | None]) -> list[Target]:
+    targets = []
+    for kind in (MEMORY, DISK):
+        measured, belief = break_even(found, kind), believed[kind]
+        longest = max((length for length, _ in found), default=0)
+        targets.append(Target.at_most(f"break-even of a {kind}, tokens", measured, longest))
+        apart = max(measured / belief, belief / measured) if measured and belief else None
+        targets.append(
+            Target.at_most(
+                f"gate's break-even of a {kind} ({belief or 0:.0f} tokens) and the measured one, ratio",
+                None if apart is None else round(apart, 2),
+                BELIEF,
+            )
+        )
+    return targets

@@ -1,0 +1,229 @@
+"""No block is reused while a copy touches it: preemption, abort, reset and shutdown, with the latest possible copies.
+
+vLLM's own scheduler runs over `PDConnector` (see `mini_engine`); each step checks every byte that it computes from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.unit.kv_offload.mini_engine import BLOCK_TOKENS, MiniEngine, answer, prompts, settle
+from vllm_pd.kv_offload.cost_gate import Mode
+from vllm_pd.plugin import register
+
+pytestmark = pytest.mark.vllm
+
+Make = Callable[..., MiniEngine]
+
+
+@pytest.fixture
+def make(tiny_model: Path) -> Iterator[Make]:
+    register()
+    made: list[MiniEngine] = []
+
+    def build(**options: Any) -> MiniEngine:
+        made.append(MiniEngine(tiny_model, **options))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.stop()
+
+
+def prompt(blocks: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(1000) for _ in range(blocks * BLOCK_TOKENS + 5)]
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["cpu", "cpu and ssd"])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_answer_is_exact_whatever_happens_to_the_blocks(make: Make, below: bool, seed: int) -> None:
+    """Random prompts with common beginnings; the GPU holds two of them, host memory four."""
+    chance = random.Random(seed)
+    engine = make(gpu_blocks=40, cpu_blocks=60, below=below, mode=Mode.AUTO if seed % 2 else Mode.ALWAYS)
+    delays = engine.delays
+    delays.store = lambda: chance.choice((0, 0, 1, 3, 8))
+    delays.load = lambda: chance.choice((0, 1, 2, 6))
+    delays.tier = lambda: chance.choice((0, 1, 3, 10))
+    delays.lost = lambda: chance.random() < 0.05
+    delays.early = lambda: chance.random() < 0.5
+    draw, asked, aborted = prompts(chance, families=4, most_blocks=14), {}, set()
+    resets: Counter[bool] = Counter()
+    # Answers that outgrow the GPU.
+    for number in range(7):
+        asked[name := f"long{number}"] = prompt(5, 100 + number)
+        engine.ask(name, asked[name], length=60)
+    for number in range(70):
+        name = f"r{number}"
+        asked[name] = draw()
+        engine.ask(name, asked[name], length=chance.choice((1, 3, 20)))
+        for _ in range(chance.choice((0, 0, 1, 2, 12))):
+            engine.step()
+        if chance.random() < 0.15 and (alive := list(engine.scheduler.requests)):
+            aborted.add(victim := chance.choice(alive))
+            engine.abort(victim)
+        if chance.random() < 0.1:
+            resets[engine.reset()] += 1
+        elif chance.random() < 0.05:
+            engine.scheduler.reset_prefix_cache()
+    engine.run()
+    settle(engine)
+    for name, tokens in asked.items():
+        if name not in aborted:
+            assert engine.answers[name] == answer(tokens, len(engine.answers[name])), name
+            assert engine.answers[name], name
+    assert engine.worker.loads
+    assert resets[False], "no reset came while blocks were in use"
+
+
+def fill(engine: MiniEngine, name: str, tokens: list[int]) -> None:
+    engine.ask(name, tokens, length=1)
+    engine.run()
+    settle(engine)
+
+
+def test_a_block_comes_from_the_ssd_once_and_from_host_memory_once_however_many_want_it(make: Make) -> None:
+    engine = make(gpu_blocks=120, cpu_blocks=24, below=True)
+    wanted = prompt(10)
+    fill(engine, "first", wanted)
+    for seed in (1, 2, 3):
+        fill(engine, f"other{seed}", prompt(8, seed))
+    assert engine.scheduler.reset_prefix_cache()
+    held = engine.tier
+    assert held is not None and not held.reads
+    loaded = len(engine.worker.loads)
+    engine.delays.tier = engine.delays.load = lambda: 4
+    for number in range(5):
+        engine.ask(f"again{number}", wanted + [number] * number, length=2)
+        engine.step()
+    engine.run()
+    settle(engine)
+    assert sorted(held.reads) == sorted(set(held.reads)) and len(held.reads) == 10
+    copied = [int(chunk) for spec in engine.worker.loads[loaded:] for chunk in spec.block_ids]
+    assert len(copied) == 10
+    for number in range(5):
+        assert engine.answers[f"again{number}"] == answer(wanted + [number] * number, 2)
+
+
+def test_requests_that_share_a_beginning_with_one_being_loaded_wait_for_it(make: Make) -> None:
+    """The longer one loads no more than its own end."""
+    engine = make(gpu_blocks=120, cpu_blocks=60)
+    long = prompt(12)
+    fill(engine, "long", long)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.delays.load = lambda: 5
+    engine.ask("short", long[: 6 * BLOCK_TOKENS + 1], length=1)
+    engine.step()
+    engine.ask("whole", long, length=1)
+    engine.run()
+    assert [len(spec.block_ids) for spec in engine.worker.loads] == [6, 6]
+    assert engine.answers["whole"] == answer(long, 1)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_reset_lets_nothing_into_slots_that_are_still_written(make: Make, early: bool) -> None:
+    """A store waits in the worker for the next step; that step's lookup would read from the SSD into the same slot."""
+    engine = make(gpu_blocks=60, cpu_blocks=8, below=True)
+    wanted = prompt(6)
+    fill(engine, "wanted", wanted)
+    fill(engine, "other", prompt(7, 1))
+    engine.delays.store, engine.delays.early = (lambda: 5), (lambda: early)
+    engine.ask("being stored", prompt(7, 2), length=2)
+    engine.step()
+    engine.step()
+    assert engine.connector._gate is not None and engine.connector._gate._scheduler._jobs
+    engine.reset()
+    engine.ask("again", wanted, length=2)
+    engine.run()
+    settle(engine)
+    assert engine.answers["again"] == answer(wanted, 2)
+    assert engine.tier is not None and engine.tier.reads, "nothing came from below"
+
+
+def test_two_resets_without_a_step_between_are_two_resets(make: Make) -> None:
+    engine = make(gpu_blocks=60, cpu_blocks=60)
+    engine.delays.store = lambda: 5
+    engine.ask("being stored", prompt(7), length=9)
+    for _ in range(4):
+        engine.step()
+    assert engine.connector._gate is not None and engine.connector._gate._scheduler._jobs
+    for _ in range(2):
+        assert not engine.reset(), "a request runs"
+    engine.run()
+    assert engine.answers["being stored"] == answer(prompt(7), 9)
+
+
+def test_a_reset_lets_nothing_into_slots_that_are_still_read(make: Make) -> None:
+    engine = make(gpu_blocks=60, cpu_blocks=8, below=True)
+    first, second = prompt(6), prompt(6, 1)
+    fill(engine, "second", second)
+    fill(engine, "first", first)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.delays.load, engine.delays.early = (lambda: 6), (lambda: True)
+    engine.ask("first again", first, length=2)
+    engine.step()
+    assert len(engine.worker.loads) == 1
+    assert not engine.reset(), "the request that is being loaded holds blocks"
+    engine.ask("second again", second, length=2)
+    engine.run()
+    settle(engine)
+    assert engine.answers["first again"] == answer(first, 2)
+    assert engine.answers["second again"] == answer(second, 2)
+
+
+def test_blocks_of_a_request_that_is_aborted_while_they_are_loaded_are_reused_only_afterwards(make: Make) -> None:
+    engine = make(gpu_blocks=16, cpu_blocks=60)
+    wanted = prompt(10)
+    fill(engine, "wanted", wanted)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.delays.load = lambda: 8
+    engine.ask("aborted", wanted, length=2)
+    engine.step()
+    assert engine.worker.loads
+    engine.abort("aborted")
+    engine.ask("next", prompt(10, 1), length=2)
+    engine.run()
+    settle(engine)
+    assert engine.answers["next"] == answer(prompt(10, 1), 2)
+    assert engine.scheduler.reset_prefix_cache(), "a block was not given back"
+
+
+def test_a_request_that_is_aborted_while_it_waits_for_the_ssd_leaves_nothing_behind(make: Make) -> None:
+    engine = make(gpu_blocks=40, cpu_blocks=24, below=True)
+    wanted = prompt(10)
+    fill(engine, "wanted", wanted)
+    for seed in (1, 2, 3):
+        fill(engine, f"other{seed}", prompt(8, seed))
+    assert engine.scheduler.reset_prefix_cache()
+    engine.delays.tier = lambda: 5
+    engine.ask("aborted", wanted, length=2)
+    engine.step()
+    assert engine.tier is not None and engine.tier.reads
+    engine.abort("aborted")
+    engine.run()
+    settle(engine)
+    gate = engine.connector._gate
+    assert gate is not None and not gate._asked
+    # What came is of use to the next one.
+    before = len(engine.tier.reads)
+    engine.ask("next", wanted, length=2)
+    engine.run()
+    assert engine.answers["next"] == answer(wanted, 2)
+    assert len(engine.tier.reads) == before
+
+
+def test_an_engine_that_stops_while_blocks_are_copied_ends_cleanly(make: Make) -> None:
+    engine = make(gpu_blocks=40, cpu_blocks=24, below=True)
+    engine.delays.store = engine.delays.tier = lambda: 50
+    engine.ask("first", prompt(10), length=3)
+    for _ in range(4):
+        engine.step()
+    assert engine.worker.held
