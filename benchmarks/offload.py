@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from benchmarks.common import Report, progress
 
-PARTS = ("offload_copy", "offload_io", "offload_hits", "offload_misses", "offload_ttft")
+PARTS = ("offload_copy", "offload_io", "offload_hits", "offload_admission", "offload_misses", "offload_ttft")
 """Modules here with `NAME: str` and `run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]`."""
 
 

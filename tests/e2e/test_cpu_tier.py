@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 import urllib.request
@@ -23,7 +22,6 @@ from vllm_pd.graph.local import DEFAULT_START_DEADLINE_S
 from vllm_pd.graph.metrics_text import Metrics
 from vllm_pd.graph.ports import LOOPBACK, free_port
 from vllm_pd.graph.process import ManagedProcess, ProcessSpec
-from vllm_pd.kv_offload.ssd_config import ROOT_NAME
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -147,31 +145,3 @@ def test_prompts_come_back_from_host_memory_with_the_same_answers(tmp_path: Path
         # Several at once, so that loads, stores and preemptions overlap.
         with ThreadPoolExecutor(PROMPTS) as pool:
             assert_same(first, list(pool.map(server.ask, texts)))
-
-
-@pytest.mark.slow
-def test_prompts_come_back_from_the_ssd_and_a_deleted_file_is_only_a_miss(tmp_path: Path) -> None:
-    texts = prompts()
-    tier = {
-        "spec_name": "PDTieringOffloadingSpec",
-        "cpu_bytes_to_use": 64 * BLOCK_BYTES,
-        "ssd": {"path": str(tmp_path / "ssd"), "gib": 1, "free_gib": 0},
-    }
-    with serve(tmp_path, tier) as server:
-        first = [server.ask(text) for text in texts]
-        settle(server)
-        cold = server.computed()
-        second = [server.ask(text) for text in texts]
-        assert_same(first, second)
-        read = server.metrics().value("vllm:kv_offload_tiering_read_bytes_total")
-        assert read >= 0.5 * cold * BLOCK_BYTES / BLOCK_TOKENS
-        assert server.computed() - cold <= 0.3 * cold
-
-        # Every second file vanishes under the running server.
-        files = sorted((tmp_path / "ssd" / ROOT_NAME).rglob("*.bin"))
-        assert len(files) > KV_BLOCKS
-        for file in files[::2]:
-            file.unlink()
-        assert_same(first, [server.ask(text) for text in texts])
-        shutil.rmtree(tmp_path / "ssd" / ROOT_NAME)
-        assert_same(first, [server.ask(text) for text in texts])
