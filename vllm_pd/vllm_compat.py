@@ -201,7 +201,7 @@ INTERNALS: tuple[Internal, ...] = (
         "current_platform",
         "vllm.platforms",
         "current_platform",
-        ("is_cpu()", "is_cuda_alike()", "is_xpu()", "device_name", "device_type"),
+        ("is_cpu()", "is_cuda_alike()", "is_xpu()", "device_name", "device_type", "get_device_name()"),
         "CPU or GPU",
     ),
     Internal(
