@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -79,7 +80,13 @@ def why_not_nixl(folder: Path) -> str | None:
         OSError: the folder cannot be written to.
     """
     path = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
-    file = open_file(path, create_bytes=PROBE_REQUESTS * PROBE_BYTES)
+    try:
+        file = open_file(path, create_bytes=PROBE_REQUESTS * PROBE_BYTES)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # What a full disk holds can be read all the same.
+        return "the disk has no room to try it out"
     try:
         # At once, so that nothing stays behind if this process ends here.
         path.unlink()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from vllm_pd.kv_offload.block_io.aligned import AlignedMemory
 from vllm_pd.kv_offload.block_io.base import BlockIO, OpenFile
-from vllm_pd.kv_offload.segments import folder, recovery
+from vllm_pd.kv_offload.segments import recovery
 from vllm_pd.kv_offload.segments.batch import pieces
 from vllm_pd.kv_offload.segments.config import MIB, StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
@@ -101,7 +101,7 @@ class Adoption:
 
     def _remove(self, file: SegmentFile) -> None:
         try:
-            folder.remove_file(file.path)
+            self._log.remove(file.path)
         except OSError as e:
             self._complaints.say("remove", f"{file.path} cannot be removed ({e}).")
 

@@ -54,13 +54,6 @@ class OpenFiles:
                 entry.leases -= 1
                 self._trim()
 
-    def put(self, segment: Segment, file: OpenFile) -> None:
-        """A file that is open already, to be closed here in the end."""
-        entry = self._enter(segment.slot, file)
-        with self._lock:
-            entry.leases -= 1
-            self._trim()
-
     def close(self, segment: Segment) -> None:
         """Its file is not needed any more. Reads under way end as they would."""
         with self._lock:

@@ -10,6 +10,7 @@ ROOT/                      0700; budget and floor are for all below
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -24,6 +25,9 @@ from vllm_pd.kv_offload.segments.lock import LOCK_NAME, FolderLock, holder
 ABOUT_NAME = "about.json"
 BUDGET_LOCK = ".budget"
 TEMPORARY_SUFFIX = ".tmp"
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors that say that there is no room for more."""
 
 _SEGMENT = re.compile(r"segment-(\d{12,19})\.kv")
 
@@ -70,9 +74,11 @@ def make_folders(root: Path, folder: Path) -> None:
 
 def unusable(folder: Path, error: OSError) -> SettingsError:
     """What to tell a user whose folder does not do."""
-    return SettingsError(
-        f"The SSD tier cannot use {folder} ({error.strerror}); give --pd-ssd-path a folder that this user can write."
-    )
+    if error.errno in FULL:
+        remedy = "free some space there, or give --pd-ssd-path a folder on another disk"
+    else:
+        remedy = "give --pd-ssd-path a folder that this user can write"
+    return SettingsError(f"The SSD tier cannot use {folder} ({error.strerror}); {remedy}.")
 
 
 def lock_namespace(root: Path, folder: Path, timeout_s: float) -> FolderLock:
@@ -224,16 +230,15 @@ def remove_oldest_foreign(root: Path, own: Path) -> int:
     """
     unused: list[tuple[float, Usage, FolderLock]] = []
     try:
-        for usage in usages(root):
-            if usage.path == own:
+        for path in namespace_folders(root):
+            if path == own:
                 continue
-            try:
-                lock = FolderLock.take(usage.path)
-            except OSError:
-                continue
-            if lock is not None:
-                written = usage.files[0].written if usage.files else 0.0
-                unused.append((written, usage, lock))
+            with suppress(OSError):
+                lock = FolderLock.take(path)
+                if lock is not None:
+                    # Looked at only now: until then a process may have used it and stored something.
+                    files = _locked_files(path, lock)
+                    unused.append((files[0].written if files else 0.0, Usage(path, files), lock))
         removed = 0
         for _, usage, lock in sorted(unused, key=lambda item: item[0]):
             left = len(usage.files)
@@ -246,6 +251,15 @@ def remove_oldest_foreign(root: Path, own: Path) -> int:
     finally:
         for _, _, lock in unused:
             lock.release()
+
+
+def _locked_files(folder: Path, lock: FolderLock) -> tuple[SegmentFile, ...]:
+    """As `segment_files`; on an error the lock is given back."""
+    try:
+        return segment_files(folder)
+    except OSError:
+        lock.release()
+        raise
 
 
 def remove_namespace(folder: Path, lock: FolderLock) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 LOCK_NAME = "lock"
@@ -41,8 +42,10 @@ class FolderLock:
                 # Between our open and our lock the holder may have removed the file with its folder: then this is a
                 # lock on nothing, and another process can have one on a new file of that name.
                 if _is_at(fd, path):
-                    # In place and of one length, so that who looks meanwhile reads a whole number.
-                    os.pwrite(fd, f"{os.getpid():<19}\n".encode(), 0)
+                    # In place and of one length, so that who looks meanwhile reads a whole number. The lock holds
+                    # without it: on a full disk there may be no room even for this.
+                    with suppress(OSError):
+                        os.pwrite(fd, f"{os.getpid():<19}\n".encode(), 0)
                     return cls(path, fd)
                 os.close(fd)
                 continue

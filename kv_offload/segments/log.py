@@ -10,7 +10,6 @@ Orders that make any moment a good one to die:
 
 from __future__ import annotations
 
-import errno
 import secrets
 import time
 from collections.abc import Callable
@@ -37,7 +36,6 @@ from vllm_pd.kv_offload.segments.index import Index, Segment
 from vllm_pd.kv_offload.segments.lock import FolderLock, holder
 from vllm_pd.kv_offload.segments.outcome import Reason
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BUDGET_LOCK_S = 1.0
 _EVICTIONS_FOR_A_BATCH = 8
 
@@ -174,6 +172,16 @@ class SegmentLog:
         finally:
             file.close()
 
+    def remove(self, path: Path) -> None:
+        """A file that the index does not know any more; `make_room` tries again what does not go now.
+
+        Raises:
+            OSError: it is still there.
+        """
+        self._undeleted.append(path)
+        folder.remove_file(path)
+        self._undeleted.pop()
+
     def make_room(self, *, keep: bool = True) -> bool:
         """Evict one segment if there is no room for a new one besides that which is being written.
 
@@ -219,9 +227,7 @@ class SegmentLog:
             # A load began meanwhile. Without blocks it is the first choice next time.
             return False
         self._files.close(segment)
-        self._undeleted.append(segment.path)
-        folder.remove_file(segment.path)
-        self._undeleted.pop()
+        self.remove(segment.path)
         self._counters.add(evicted_segments_total=1)
         return True
 
@@ -299,7 +305,7 @@ class SegmentLog:
             path = config.folder / folder.segment_name(identity.segment_id)
             file = self._io.open(path, create_bytes=config.segment_bytes)
         except OSError as e:
-            if e.errno in _FULL:
+            if e.errno in folder.FULL:
                 raise NoRoom(f"the disk of {config.root} is full") from e
             raise
         finally:
@@ -315,7 +321,7 @@ class SegmentLog:
         except OSError:
             file.close()
             with suppress(OSError):
-                folder.remove_file(path)
+                self.remove(path)
             raise
         self.took_room = True
         return _Open(self._index.open_segment(identity, path, config.segment_bytes), file)
@@ -328,7 +334,7 @@ class SegmentLog:
         log.segment.sealed = True
         log.file.close()
         if self._index.drop(log.segment):
-            folder.remove_file(log.segment.path)
+            self.remove(log.segment.path)
 
     def _abandon(self, log: _Open) -> None:
         """After an error: no more is written here, and what is whole is kept if the disk still takes a footer."""

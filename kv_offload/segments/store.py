@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from vllm_pd.kv_offload import byte_copy
 from vllm_pd.kv_offload.block_io.base import BlockIO
@@ -61,7 +62,9 @@ class SegmentStore:
         self._lock: FolderLock | None = folder.lock_namespace(config.root, config.folder, _LOCK_S)
         try:
             folder.remove_temporary(config.folder)
-            folder.write_about(config.folder, config.about)
+            # For people; a full disk has no room for it, and still serves what it holds.
+            with suppress(OSError):
+                folder.write_about(config.folder, config.about)
             self._found = folder.segment_files(config.folder)
         except OSError as e:
             self._lock.release()

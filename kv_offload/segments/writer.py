@@ -122,6 +122,10 @@ class Writer:
                 # A thread that ended would leave the store accepting blocks until its memory is full.
                 logger.exception("SSD tier: the writer failed.")
                 self._stop(Reason.WRITE_FAILED, str(e))
+                # What failed may fail again at once, and for ever.
+                if self._stopping.is_set():
+                    return
+                self._stopping.wait(self._pause_s)
 
     def _step(self) -> bool:
         """One batch, or what there is to do without one. False at the end."""
@@ -132,8 +136,8 @@ class Writer:
             if stopping:
                 self._finish()
                 return False
-            self._make_room()
-            batch = self._staging.take(TICK_S)
+            again = self._make_room()
+            batch = self._staging.take(0.0 if again else TICK_S)
         if batch is not None:
             self._write(batch)
             self._make_room()
@@ -172,17 +176,18 @@ class Writer:
         except OSError as e:
             self._complaints.say("footer", f"the last segment could not be finished ({e}).")
 
-    def _make_room(self) -> None:
-        """One segment's worth, and again at the next step if that was not enough."""
+    def _make_room(self) -> bool:
+        """One segment's worth. Returns whether that may not have been enough: then again at the next step."""
         now = self._clock()
         if now < self._look_at and not self._log.took_room:
-            return
+            return False
         try:
             again = self._log.make_room()
         except OSError as e:
             self._complaints.say("evict", f"{self._config.root} cannot be kept within its limits ({e}).")
             again = False
         self._look_at = now if again else now + LOOK_S
+        return again
 
     def _stop(self, reason: Reason, why: str) -> None:
         self._off = reason

@@ -17,6 +17,7 @@ import pytest
 from tests.unit.kv_offload.segments.rig import BLOCK, LIMIT_S, Rig, config, key, segment_paths, until, used
 from vllm_pd.kv_offload.segments import Reason
 from vllm_pd.kv_offload.segments import log as log_module
+from vllm_pd.kv_offload.segments import writer as writer_module
 
 
 def test_the_budget_is_never_exceeded_while_blocks_come_and_go(tmp_path: Path) -> None:
@@ -198,6 +199,55 @@ def test_segments_that_cannot_be_removed_do_not_make_the_store_give_up_all_other
         until(lambda: rig.put([random.randrange(10**6)]).ok and rig.store.flush(1.0) is not None, "going on")
 
 
+def test_a_segment_that_could_neither_be_begun_nor_removed_goes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, "input/output error", str(path))
+
+    with Rig(config(tmp_path)) as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(log_module.folder, "remove_file", refuse)
+            rig.disk.fail("sync")
+            rig.put(range(8))
+            until(lambda: rig.store.stats().writes_off, "writing to stop")
+        assert len(segment_paths(tmp_path)) == 1
+        rig.store._writer._look_at = rig.store._writer._off_until = 0.0
+        until(lambda: not segment_paths(tmp_path), "its removal")
+        rig.store_blocks(range(8))
+        assert rig.store.stats().used_bytes == used(tmp_path)
+
+
+def test_an_error_in_the_writer_itself_pauses_it_and_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def broken(**_: bool) -> bool:
+        calls.append(1)
+        raise ValueError("broken")
+
+    with Rig(config(tmp_path), start=False) as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(writer_module, "_FIRST_PAUSE_S", 60 * LIMIT_S)
+            patch.setattr(writer_module, "_LONGEST_PAUSE_S", 60 * LIMIT_S)
+            patch.setattr(rig.store._log, "make_room", broken)
+            rig.store.start()
+            until(lambda: rig.store.stats().writes_off, "the failure")
+            assert rig.put([1]).failed == {key(1): Reason.WRITE_FAILED}
+        rig.close()
+        assert len(calls) == 1, "it does not try without end"
+
+
+def test_too_much_is_given_up_without_a_pause_between_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Rig(config(tmp_path)) as rig:
+        rig.store_blocks(range(420))
+    monkeypatch.setattr(writer_module, "TICK_S", 60 * LIMIT_S)
+    smaller = config(tmp_path, budget_bytes=config(tmp_path).budget_bytes // 2)
+    with Rig(smaller):
+        until(lambda: used(tmp_path) <= smaller.budget_bytes, "eviction down to the new budget")
+
+
 FULL_DISK = """
     import errno, json, sys
     from pathlib import Path
@@ -221,19 +271,59 @@ FULL_DISK = """
 """
 
 
+FULL_AT_START = """
+    import sys
+    from pathlib import Path
+    from tests.unit.kv_offload.segments.rig import Rig, config, until
+    from vllm_pd.kv_offload.block_io import choose
+    from vllm_pd.kv_offload.segments import Reason
+    root = Path(sys.argv[1]) / "root"
+    with Rig(config(root)) as rig:
+        rig.store_blocks(range(20))
+    filler = root.parent / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+    print(choose.why_not_nixl(root))
+    with Rig(config(root)) as rig:
+        has = rig.stored(range(20))
+        got = rig.get(has)
+        assert all(why is Reason.ABSENT for why in got.failed.values()), "evicted meanwhile, to make room"
+        rig.put([100])
+        until(lambda: rig.store.stats().writes_off is Reason.NO_SPACE, "writing to stop")
+    filler.unlink()
+    with Rig(config(root)) as rig:
+        rig.store_blocks(range(100, 120))
+        assert len(rig.get(range(100, 120)).ok) == 20
+"""
+
+
+def test_a_full_disk_does_not_keep_a_server_from_starting(tmp_path: Path) -> None:
+    done = on_small_disk(tmp_path, FULL_AT_START, "4m")
+    assert done.stdout == "the disk has no room to try it out\n"
+
+
 def test_a_file_system_smaller_than_the_budget_is_used_up_to_its_end(tmp_path: Path) -> None:
-    """A real one of 8 MiB, mounted where only the child sees it."""
-    script = tmp_path / "child.py"
-    script.write_text(textwrap.dedent(FULL_DISK))
-    mount = f"mount -t tmpfs -o size=8m none {tmp_path / 'disk'} && exec {sys.executable} {script} {tmp_path / 'disk'}"
-    (tmp_path / "disk").mkdir()
-    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount]
-    if subprocess.run([*command[:-2], "-c", f"mount -t tmpfs none {tmp_path / 'disk'}"], check=False).returncode:
-        pytest.skip("this user may not mount")
-    env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(on_small_disk(tmp_path, FULL_DISK, "8m").stdout)
     assert result["has"] == result["ok"] == result["again"] > 500
     assert result["evicted"] > 3 and result["newest"] == 1799, "old segments made room for new ones"
     assert BLOCK * result["has"] < 8 << 20
+
+
+def on_small_disk(tmp_path: Path, code: str, size: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script that is given a real file system of that size, mounted where only it sees it."""
+    script, disk = tmp_path / "child.py", tmp_path / "disk"
+    script.write_text(textwrap.dedent(code))
+    disk.mkdir()
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size={size} none {disk}"
+    if subprocess.run([*command, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount")
+    run = f"{mount} && exec {sys.executable} {script} {disk}"
+    env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run([*command, run], env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done

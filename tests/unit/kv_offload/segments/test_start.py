@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -124,6 +125,38 @@ def test_a_lock_on_a_removed_folder_is_not_taken_for_one_on_its_successor(tmp_pa
     assert second is not None and FolderLock.take(where) is None
     second.release()
     second.release()
+
+
+def test_a_lock_holds_and_is_given_back_on_a_disk_without_room_for_a_pid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for _ in range(2):
+        lock = FolderLock.take(tmp_path)
+        assert lock is not None and FolderLock.take(tmp_path) is None
+        assert holder(tmp_path) == 0, "somebody, but nobody knows who"
+        lock.release()
+
+
+def test_a_namespace_that_was_used_just_before_it_is_locked_is_not_taken_for_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "lock").touch()
+    take = FolderLock.take
+
+    def late(path: Path) -> FolderLock | None:
+        for number in range(2):
+            (path / folder.segment_name(number)).write_bytes(b"x")
+        return take(path)
+
+    monkeypatch.setattr(folder.FolderLock, "take", late)
+    assert folder.remove_oldest_foreign(tmp_path, tmp_path / "own") == 1
+    assert [usage.path for usage in folder.usages(tmp_path)] == [other], "what is left still counts"
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
