@@ -172,7 +172,7 @@ def connector_over(nixl: FakeScheduler) -> PDConnector:
     connector._all_support_hma = True
     connector._requests_to_connector, connector._extra_async_saves = {}, {}
     connector._lease, connector._nixl = HandoffLease(), 0
-    connector._gate = connector._tiers = None
+    connector._gate = connector._ssd = connector._tiers = None
     connector._held, connector._new_leases = HeldBlocks(), []
     connector._arrivals, connector._farewells = HandoffArrivals(), Farewells()
     connector._reads, connector._sends = ReadLeases(), None

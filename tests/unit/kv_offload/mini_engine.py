@@ -68,7 +68,8 @@ def digests(tokens: Sequence[int], known: list[bytes]) -> list[bytes]:
 
 def answer(prompt: Sequence[int], length: int) -> list[int]:
     """What the model says after `prompt`."""
-    tokens, known = list(prompt), []
+    known: list[bytes] = []
+    tokens = list(prompt)
     for _ in range(length):
         tokens.append(next_token(digests(tokens, known)[-1]))
     return tokens[len(prompt) :]
