@@ -2,6 +2,9 @@
 
 - A worker from which nothing has come for a second, though something is waited for, is asked for `/health`. Without any
   sign of life for `--health-timeout` it is down: a stopped process takes connections and never answers.
+- A worker that takes no connections may be finishing what it has, or have ended its engine and hold connections on which
+  nothing will come (vLLM without a time to drain). It is down after `--stuck-timeout` without a byte of any answer, or
+  `--down-timeout` where none has begun.
 - A living process may hold an engine that computes nothing: its load report stands still while requests are on it
   (`--stuck-timeout`; an engine at a long prefill reports its steps).
 - An engine that has fewer requests than this router has sent there: some were lost on their way. So were those on a
@@ -63,6 +66,8 @@ class _Seen:
     missed: int = 0
     """Looks in a row that it did not answer."""
     probe: asyncio.Task[None] | None = None
+    refuses: bool = False
+    """It takes no connections."""
     short_since: dict[int, float] = field(default_factory=dict)
     """Rank -> since when its engine has had fewer requests than were sent there."""
 
@@ -129,12 +134,18 @@ class HealthWatch:
     def _look_at(self, worker: Worker, seen: _Seen, legs: Sequence[Leg], now: float) -> None:
         reported = max((report.seen for report in worker.reports.values()), default=0.0)
         silent = silence(now, _views(legs), max(seen.sign, reported, self._base))
+        limit, also = self._timeout, "not even from /health"
+        if seen.refuses:
+            limit, also = (
+                self._stuck if any(leg.begun for leg in legs) else self._patience,
+                "and it takes no connections",
+            )
         if silent < self._suspect:
             seen.missed = 0
-        elif silent < self._timeout or not seen.missed:
+        elif silent < limit or not (seen.missed or seen.refuses):
             self._probe(worker, seen)
         elif worker.breaker.trouble is not Trouble.DOWN:
-            self._directory.note_down(worker, f"nothing has come from it for {silent:.0f} s, not even from /health")
+            self._directory.note_down(worker, f"nothing has come from it for {silent:.0f} s, {also}")
         if self._directory.is_current(worker):
             for rank in worker.reports:
                 self._look_at_engine(worker, seen, rank, [leg for leg in legs if leg.rank == rank], now)
@@ -214,15 +225,17 @@ class HealthWatch:
         except ConnectTimeout as e:
             self._missed(worker, seen, str(e))
         except ConnectFailed as e:
-            # Its host lives. One that leaves takes no connections and finishes what it has.
-            seen.sign, seen.missed = self._clock(), 0
-            directory.note_failure(worker, str(e))
+            seen.refuses, seen.missed = True, 0
+            if worker.breaker.trouble is Trouble.DOWN:
+                directory.note_down(worker, str(e))
+            else:
+                directory.note_failure(worker, str(e))
         except UpstreamError as e:
             self._missed(worker, seen, str(e))
         except Exception:
             _log.exception("looking at the health of worker %s failed", worker.id)
         else:
-            seen.sign, seen.missed = self._clock(), 0
+            seen.sign, seen.missed, seen.refuses = self._clock(), 0, False
             if status >= 500:
                 # Not what requests say by 503: vLLM's engine is dead.
                 directory.note_down(worker, f"/health answers with status {status}")

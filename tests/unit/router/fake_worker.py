@@ -87,6 +87,12 @@ class FakeWorker:
         self.port = self._runner.addresses[0][1]
         return self
 
+    async def refuse(self) -> None:
+        """Take no connections any more, and keep those that are there."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()

@@ -270,6 +270,30 @@ async def test_worker_that_withdraws_finishes_what_it_has(
     assert (len(first.posts), len(second.posts)) == (1, 1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_that_leaves_and_then_says_nothing_more_is_not_waited_for(
+    start_cluster: StartCluster, start_worker: StartWorker, stream: bool
+) -> None:
+    # As vLLM ends without a time to drain: its engine is gone, and its server waits for connections to be closed.
+    cluster, (first, second) = await two(start_cluster, start_worker, stuck_timeout=SOON, down_timeout=2 * SOON)
+    first.gate = asyncio.Event()
+    if not stream:
+        first.hook = hang
+    asking = asyncio.create_task(cluster.post("/v1/completions", STREAM if stream else WHOLE))
+    await first.arrived.wait()
+    await first.refuse()
+    record = known(cluster, first).record
+    await cluster.registry.withdraw(record.id, record.pool.id, record.epoch)
+    status, body = await asking
+    assert status == 200
+    if stream:
+        # With n=2 it cannot go on elsewhere.
+        assert b"takes no connections" in body
+    else:
+        assert len(second.posts) == 1
+    assert cluster.metric("legs_ended_total", reason="down") == 1
+
+
 async def test_refusing_worker_is_used_again_once_it_answers_health(
     start_cluster: StartCluster, start_worker: StartWorker
 ) -> None:
