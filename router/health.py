@@ -2,7 +2,7 @@
 
 - A worker from which nothing has come for a second, though something is waited for, is asked for `/health`. Without any
   sign of life for `--health-timeout` it is down: a stopped process takes connections and never answers.
-- A worker that takes no connections may be finishing what it has, or have ended its engine and hold connections on which
+- A worker that takes no connections may be finishing what it has, or have lost its engine and hold connections on which
   nothing will come (vLLM without a time to drain). It is down after `--stuck-timeout` without a byte of any answer, or
   `--down-timeout` where none has begun.
 - A living process may hold an engine that computes nothing: its load report stands still while requests are on it
