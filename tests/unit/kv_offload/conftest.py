@@ -37,7 +37,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., object]]:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyIO:
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyIO]:
     """What every engine of the test reads and writes with."""
     faulty = FaultyIO(ThreadIO())
 
@@ -47,4 +47,5 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyIO:
         return faulty
 
     monkeypatch.setattr("vllm_pd.kv_offload.ssd_place.choose", choose)
-    return faulty
+    yield faulty
+    faulty.clear()
