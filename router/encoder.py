@@ -7,7 +7,6 @@ the first texts, and one a second after that, are tokenized by both in the backg
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -40,7 +39,7 @@ class Encoder:
 
     Args:
         tokenizer: gives what counts.
-        fast: the same in fast, if it is to be tried; see `load_fast`.
+        fast: the same in fast, if it is to be tried; see `fast_encoder`.
         proof: on which `fast` must agree before it is used; see `proof_texts`.
         clock: monotonic seconds.
     """
@@ -119,26 +118,3 @@ class Encoder:
             when,
             len(text),
         )
-
-
-def load_fast(tokenizer_json: bytes) -> Encode | None:
-    """fastokens' tokenizer of a `tokenizer.json`; None when it is not installed or does not support this one."""
-    try:
-        import fastokens
-    except ImportError:
-        return None
-    if sys.byteorder != "little":
-        return None
-    try:
-        fast = fastokens.Tokenizer.from_json_str(tokenizer_json.decode())
-        fast.no_truncation()
-        fast.no_padding()
-    except Exception as e:  # the Rust library raises bare Exception
-        _log.debug("fastokens does not support a tokenizer: %s", e)
-        return None
-
-    def encode(text: str) -> TokenIds:
-        # This call makes no list of numbers, which takes longer than to tokenize.
-        return TokenIds("I", fast.encode_batch_flat([text])[0])
-
-    return encode

@@ -17,7 +17,8 @@ from vllm_pd.router.conversation import (
     read_conversation,
     template_messages,
 )
-from vllm_pd.router.encoder import NO_IDS, Encoder, TokenIds, load_fast
+from vllm_pd.router.encoder import NO_IDS, Encoder, TokenIds
+from vllm_pd.router.fast_encoder import load_fast
 from vllm_pd.router.request_fields import RequestFields
 from vllm_pd.router.token_segments import TokenSegments, find_separator
 from vllm_pd.router.tokenizer_proof import chats, differing, proof_texts

@@ -27,7 +27,7 @@ def toy_files() -> TokenizerFiles:
     """One token for each byte and each role, and a template in which every turn continues the one before."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([*(f"<|{role}|>" for role in _ROLES), "<|end|>"])
     return TokenizerFiles(tokenizer.to_str().encode(), chat_template=_TEMPLATE, content_format="string")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from vllm_pd.router.encoder import CHECK_EVERY_S, FIRST_CHECKS, Encode, Encoder, TokenIds, load_fast
+from vllm_pd.router.encoder import CHECK_EVERY_S, FIRST_CHECKS, Encode, Encoder, TokenIds
+from vllm_pd.router.fast_encoder import load_fast
 from vllm_pd.router.prompt_tokenizer import PromptTokenizer
 from vllm_pd.router.token_segments import TokenSegments, find_separator
 from vllm_pd.router.tokenizer_proof import chats, differing, proof_texts
@@ -177,3 +180,36 @@ def test_the_first_texts_are_compared_and_then_one_a_second(tokenizer: tokenizer
 def test_an_unsupported_tokenizer_has_no_fast_one() -> None:
     pytest.importorskip("fastokens")
     assert load_fast(b"{}") is None
+
+
+def test_memory_of_a_fast_tokenizer_is_bounded_whatever_texts_it_is_sent() -> None:
+    pytest.importorskip("fastokens")
+    content = unsplit_tokenizer()
+    fast = load_fast(content, renew_chars=500_000)
+    assert fast is not None
+    chance = random.Random(5)
+    exact = tokenizers.Tokenizer.from_buffer(content)
+
+    def texts(count: int) -> None:
+        for i in range(count):
+            text = "".join(chance.choices("abcdefgh", k=2000))
+            ids = fast(text)
+            assert i % 50 or list(ids) == exact.encode(text, add_special_tokens=False).ids
+
+    texts(2000)
+    before = resident_mib()
+    texts(4000)
+    # Without a limit it remembers 80 MiB of these.
+    assert resident_mib() - before < 30
+
+
+def unsplit_tokenizer() -> bytes:
+    """Of bytes, for which every text is one piece."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tokenizer.to_str().encode()
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
