@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.block_io.base import BlockIO
 from vllm_pd.kv_offload.block_io.choose import choose
 from vllm_pd.kv_offload.segments import SegmentStore, StoreConfig
-from vllm_pd.kv_offload.segments.folder import segment_files
+from vllm_pd.kv_offload.segments.folder import segment_files, unusable
 from vllm_pd.kv_offload.ssd_config import SsdConfig
 from vllm_pd.kv_offload.ssd_namespace import Namespace
 
@@ -48,11 +47,10 @@ def open_place(ssd: SsdConfig, named: Namespace, block_bytes: int) -> Place:
     try:
         ssd.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         floor_bytes = ssd.floor()
+        found = sum(file.size for file in segment_files(folder)) if folder.exists() else 0
         io = choose(ssd.backend, ssd.root)
     except OSError as e:
-        raise SettingsError(
-            f"The SSD tier cannot use {ssd.root} ({e.strerror}); give --pd-ssd-path a folder that this user can write."
-        ) from None
+        raise unusable(ssd.root, e) from None
     try:
         config = StoreConfig(
             root=ssd.root,
@@ -66,7 +64,6 @@ def open_place(ssd: SsdConfig, named: Namespace, block_bytes: int) -> Place:
             about=named.about,
         )
         store = SegmentStore(config, io)
-        found = sum(file.size for file in segment_files(folder))
         store.start()
     except BaseException:
         io.close()

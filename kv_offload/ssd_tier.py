@@ -236,6 +236,9 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         return done
 
     def serve_external_requests(self, parent: Any) -> None:
+        if self._outdated:
+            # What host memory has may be of other weights than the store's blocks.
+            self._late_offers.clear()
         self._late_offers.submit(parent, self._store_late)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -269,7 +272,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
 
     def has_pending_work(self) -> bool:
         """Whether an idle engine steps on: to announce and show what was written, or found at start."""
-        if self._late_offers and not self._outdated:
+        if self._late_offers:
             return True
         now = self._clock()
         self._look(now)
@@ -392,8 +395,13 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _close(self) -> None:
         self._place.close(_CLOSE_S)
-        if self._namespace is not self._own_namespace:
-            check.clear(self._ssd.root, self._place.folder.name)
+        name = self._place.folder.name
+        # It is still the former place where `_begin_anew` could not open another one.
+        if name != self._own_namespace.name and self._place.folder.exists():
+            try:
+                check.clear(self._ssd.root, name)
+            except SettingsError as e:
+                logger.warning("vllm-pd: %s It is of no use any more, and goes when the SSD tier needs room.", e)
 
 
 def _request(context: ReqContext) -> _Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.kv_offload.engine import key
+from tests.unit.kv_offload.engine import PATIENCE_S, key
 from tests.unit.kv_offload.tiered import Engine, blocks, segments
+from vllm_pd.errors import SettingsError
+from vllm_pd.kv_offload import ssd_tier
 from vllm_pd.kv_offload.adapter_versions import VERSION_BYTES, AdapterVersions, without_version
+from vllm_pd.kv_offload.ssd_config import ROOT_NAME
 
 pytestmark = pytest.mark.vllm
 
@@ -60,6 +64,51 @@ def test_blocks_under_way_while_the_weights_change_are_not_stored(start: Start) 
     assert engine.held([1, 5]) == [False, False]
     stored(engine, "c", [6])
     assert engine.held([6]) == [True]
+
+
+def test_nothing_is_stored_late_while_the_weights_may_have_changed_under_running_requests(start: Start) -> None:
+    engine = start(ssd={"writes_per_day": 0})
+    stored(engine, "a", [1, 2])
+    running = engine.request("running")
+    for name, number, changed in (("b", 1, True), ("c", 2, False)):
+        again = engine.request(name)
+        assert engine.found(again, [number]) == ["HIT"], "in host memory"
+        again.finish()
+        if changed:
+            # Block 1 waits to be fetched from host memory now.
+            engine.tier.weights_changed("update_weights")
+        running.step()
+        running.settle()
+    assert engine.tier.store.flush(PATIENCE_S)
+    assert engine.metric("written_blocks") == 0
+
+
+def test_files_of_the_former_weights_stay_when_the_tier_cannot_begin_anew(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unusable(*_: object) -> None:
+        raise SettingsError("the disk is gone")
+
+    engine = start()
+    stored(engine, "a", [1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(ssd_tier, "open_place", unusable)
+        engine.tier.weights_changed("reload_weights")
+        assert engine.found(engine.request("b"), [1]) == ["HIT"], "in host memory, which is vLLM's to reset"
+        engine.manager.reset_cache()
+    engine.stop()
+    again = start()
+    again.request("d").settle()
+    assert again.held([1, 2]) == [True, True]
+
+
+def test_a_folder_that_somebody_else_removed_does_not_fail_a_shutdown(start: Start, tmp_path: Path) -> None:
+    engine = start()
+    stored(engine, "a", [1])
+    engine.tier.weights_changed("reload_weights")
+    stored(engine, "b", [2])
+    shutil.rmtree(tmp_path / ROOT_NAME)
+    engine.stop()
 
 
 def test_several_calls_of_one_change_begin_anew_once(start: Start, tmp_path: Path) -> None:

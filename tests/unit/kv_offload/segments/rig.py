@@ -6,6 +6,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,4 +134,9 @@ def segment_paths(root: Path) -> list[Path]:
 
 
 def used(root: Path) -> int:
-    return sum(path.stat().st_size for path in segment_paths(root) if path.exists())
+    size = 0
+    for path in segment_paths(root):
+        # It may be evicted meanwhile.
+        with suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
