@@ -344,7 +344,11 @@ def _held(worker: MockWorker) -> dict[bytes, int]:
     """What the engine itself holds."""
     engine = worker.live.engine
     bits: dict[bytes, int] = {}
-    for tier, keys in ((Tier.GPU, engine.pool._cached), (Tier.CPU, engine.cpu._keys), (Tier.SSD, engine.ssd._keys)):
+    for tier, keys in (
+        (Tier.GPU, engine.pool._cached),
+        (Tier.CPU, engine.cpu._policy._home),
+        (Tier.SSD, engine.ssd._policy._home),
+    ):
         for key in keys:
             bits[key[:KEY_BYTES]] = bits.get(key[:KEY_BYTES], 0) | tier
     return bits
