@@ -12,7 +12,7 @@ import importlib.util
 import random
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,28 @@ from vllm_pd.sim.kv_bytes import kv_bytes_per_token
 NAME = "TTFT from each tier, against vLLM's tiering and LMCache"
 
 COLD, MEMORY, DISK, RESTARTED = "cold", "CPU hit", "SSD hit", "SSD hit after restart"
-LENGTHS = (1500, 4000, 8000)
-QUICK_LENGTHS = (1500,)
-PROMPTS = 5
-SIZES = Sizes(memory=64 << 20, block_tokens=32, gpu_blocks=288, max_model_len=8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is asked: of each length (tokens) so many prompts, and once more after a restart or not.
+
+    The GPU-side cache holds one prompt of 8192 tokens; `memory` (bytes) holds one of each length and less than all.
+    """
+
+    lengths: tuple[int, ...]
+    prompts: int
+    memory: int
+    restart: bool
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.memory, block_tokens=32, gpu_blocks=288, max_model_len=8192)
+
+
+FULL = Plan((1500, 4000, 8000), prompts=5, memory=64 << 20, restart=True)
+QUICK = Plan((1500,), prompts=3, memory=32 << 20, restart=False)
+"""Medians of three: it shows that all works, and differences of a multiple."""
 
 NOISE = 1.15
 """What two medians of the same may differ by on a small machine: ours may be that much slower and count as equal."""
@@ -55,8 +73,8 @@ Measured = dict[tuple[str, int, str], Times]
 
 
 def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
-    """Measure every system that is installed."""
-    lengths = QUICK_LENGTHS if quick else LENGTHS
+    """Measure every system that is installed. `quick`: see `QUICK`; the three servers' starts are most of its time."""
+    plan = QUICK if quick else FULL
     found: Measured = {}
     names = [OURS, VLLM] + ([LMCACHE] if importlib.util.find_spec("lmcache") else [])
     model = tiny_model_dir()
@@ -66,22 +84,20 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
             folder, logs = place / "blocks", place / "logs"
             folder.mkdir(parents=True)
             logs.mkdir()
-            _measure(name, model, folder, logs, lengths, found, restart=not quick)
-    return rows(found), targets(found, names, lengths)
+            _measure(name, model, folder, logs, plan, found)
+    return rows(found), targets(found, names, plan.lengths)
 
 
-def _measure(
-    name: str, model: Path, folder: Path, logs: Path, lengths: Sequence[int], found: Measured, *, restart: bool
-) -> None:
+def _measure(name: str, model: Path, folder: Path, logs: Path, plan: Plan, found: Measured) -> None:
     """All kinds of one system. Every system gets the same prompts."""
     rng = random.Random(11)
-    prompts = {length: [prompt(rng, length) for _ in range(PROMPTS)] for length in lengths}
+    prompts = {length: [prompt(rng, length) for _ in range(plan.prompts)] for length in plan.lengths}
     token_bytes = kv_bytes_per_token(model)
     asker = _Asker(name, token_bytes, found)
     progress(f"{name}: starting")
-    with running(name, model, SIZES, folder, logs) as system:
+    with running(name, model, plan.sizes, folder, logs) as system:
         asker.warm_up(system, rng)
-        for length in lengths:
+        for length in plan.lengths:
             progress(f"{name}: {length} tokens, computed and from host memory")
             for ids in prompts[length]:
                 asker.ask(system, ids, COLD)
@@ -89,17 +105,17 @@ def _measure(
                 system.forget()
                 asker.ask(system, ids, MEMORY)
             # The policies keep what was asked for twice, so more goes through host memory than it holds.
-            asker.fill(system, rng, 3 * SIZES.memory)
+            asker.fill(system, rng, 3 * plan.memory)
             progress(f"{name}: {length} tokens, from the disk")
             for ids in prompts[length]:
                 system.forget()
                 asker.ask(system, ids, DISK)
         system.settle()
-    if restart:
+    if plan.restart:
         progress(f"{name}: starting again")
-        with running(name, model, SIZES, folder, logs) as system:
+        with running(name, model, plan.sizes, folder, logs) as system:
             asker.warm_up(system, rng)
-            for length in lengths:
+            for length in plan.lengths:
                 progress(f"{name}: {length} tokens, from the disk after a restart")
                 for ids in prompts[length]:
                     system.forget()
