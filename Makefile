@@ -62,7 +62,6 @@ lint: install ## Check style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m scripts.typecheck
-	$(PY) -m mypy scripts
 
 format: install ## Apply the style
 	$(PY) -m ruff check --fix .

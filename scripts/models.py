@@ -150,11 +150,9 @@ def _tiny_tokenizer(out: Path, say: Say) -> dict[str, int]:
         model_max_length=8192,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(out)
-    return {
-        "vocab_size": TINY_VOCAB,
-        "bos_token_id": tokenizer.token_to_id("<|bos|>"),
-        "eos_token_id": tokenizer.token_to_id("<|eos|>"),
-    }
+    # They are trained first, in their order.
+    bos, eos = special.index("<|bos|>"), special.index("<|eos|>")
+    return {"vocab_size": TINY_VOCAB, "bos_token_id": bos, "eos_token_id": eos}
 
 
 def _build_tiny(out: Path, say: Say) -> None:

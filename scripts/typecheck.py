@@ -1,4 +1,4 @@
-"""Type-checks the package: `python -m scripts.typecheck`.
+"""Type-checks the package and the scripts: `python -m scripts.typecheck`.
 
 mypy finds modules by folder, and our rooms get their import names from setup.py. So a tree of links is laid out that
 looks like the installed package (`vllm_pd/connectors` -> `connectors`, ...), and mypy runs on that.
@@ -26,12 +26,14 @@ def lay_out(tree: Path = TREE) -> Path:
             (package / path.name).symlink_to(path)
     for room in ROOMS:
         (package / room).symlink_to(ROOT / room)
+    (tree / "scripts").symlink_to(ROOT / "scripts")
     return package
 
 
 def main() -> int:
     lay_out()
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *sys.argv[1:], "vllm_pd"]
+    settings = ["--config-file", str(ROOT / "pyproject.toml")]
+    command = [sys.executable, "-m", "mypy", *settings, *sys.argv[1:], "vllm_pd", "scripts"]
     return subprocess.run(command, cwd=TREE, check=False).returncode
 
 

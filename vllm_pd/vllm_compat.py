@@ -402,7 +402,8 @@ INTERNALS += (
         (
             "__init__(cache_capacity)",
             "get(key)",
-            "insert(key, chunk)",
+            # 0.33 also hands over the request.
+            "insert",
             "remove(key)",
             "touch(keys, req_context)",
             "on_store_miss(keys, req_context)",
