@@ -40,6 +40,7 @@ from vllm_pd.vllm_compat import (
     OffloadingConnectorScheduler,
     OffloadingConnectorStats,
     OffloadingWorkerMetadata,
+    ReqContext,
     RequestOffloadState,
 )
 
@@ -67,8 +68,8 @@ class MeasuredTier(Protocol):
     def queued_load_bytes(self) -> int:
         """Of loads that were submitted and have not ended."""
 
-    def holds(self, key: bytes) -> bool:
-        """Whether a load of this block would be tried now."""
+    def holds(self, key: bytes, req_context: ReqContext) -> bool:
+        """Whether a load of this block would be tried now for this request."""
 
 
 @dataclass(slots=True)
@@ -268,7 +269,7 @@ class OffloadGate:
                 case LookupResult.HIT:
                     found = Tier.COMING if key in loading else Tier.CPU
                 case LookupResult.MISS:
-                    if self._ssd is None or not self._ssd.holds(key):
+                    if self._ssd is None or not self._ssd.holds(key, status.req_context):
                         break
                     found = Tier.SSD
                 case _:

@@ -151,9 +151,9 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         """Of loads that were submitted and have not ended."""
         return sum(load.bytes for load in self._loads.values())
 
-    def holds(self, key: bytes) -> bool:
-        """Whether a load of this block would be tried now."""
-        return self._health.may_load and not self._outdated and self.store.contains(key)
+    def holds(self, key: bytes, req_context: ReqContext) -> bool:
+        """Whether a load of this block would be tried now for this request."""
+        return self._health.may_load and not self._outdated and self._loadable(key, _request(req_context))
 
     # What the connector says.
 
@@ -200,10 +200,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
             if self.store.contains(key + request.adapter):
                 self._health.known([key + request.adapter])
             return LookupResult.MISS
-        loads = request.loads.get(key, 0)
-        if loads >= _LOADS_PER_BLOCK or (not loads and len(request.loads) >= self._slots):
-            return LookupResult.MISS
-        return LookupResult.HIT if self.store.contains(key + request.adapter) else LookupResult.MISS
+        return LookupResult.HIT if self._loadable(key, request) else LookupResult.MISS
 
     def submit_load(self, job_metadata: TierTransferJob) -> None:
         request = _request(job_metadata.req_context)
@@ -300,6 +297,12 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         self._counts.gauge(ssd_metrics.BUDGET, self._ssd.budget_bytes)
         self._health.show()
         return self._counts.take()
+
+    def _loadable(self, key: bytes, request: _Request) -> bool:
+        loads = request.loads.get(key, 0)
+        if key in request.failed or loads >= _LOADS_PER_BLOCK or (not loads and len(request.loads) >= self._slots):
+            return False
+        return self.store.contains(key + request.adapter)
 
     def _row(self, chunk: int) -> memoryview:
         start = int(chunk) * self.block_size_bytes

@@ -155,7 +155,7 @@ class SlowTier(SecondaryTierManager):  # type: ignore[misc]
     def queued_load_bytes(self) -> int:
         return sum(len(job.keys) * self.block_size_bytes for _, job, is_load in self.jobs.values() if is_load)
 
-    def holds(self, key: bytes) -> bool:
+    def holds(self, key: bytes, req_context: Any) -> bool:
         return key in self.blocks
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:

@@ -246,3 +246,17 @@ def test_stopping_a_server_whose_disk_hangs_ends(start: Start, disk: FaultyIO, m
     assert fault.entered.wait(10)
     engine.stop()
     fault.release()
+
+
+def test_a_block_that_failed_for_a_request_is_not_promised_to_it_again(start: Start, disk: FaultyIO) -> None:
+    engine = start(ssd={"load_deadline_s": 0.05})
+    first = engine.request("a")
+    engine.store(first, [1], [0])
+    first.finish()
+    engine.forget_memory()
+    late, other = engine.request("b"), engine.request("c")
+    assert engine.tier.holds(key(1), late.context)
+    read = disk.hang("read")
+    assert engine.found(late, [1]) == ["MISS"]
+    read.release()
+    assert [engine.tier.holds(key(1), request.context) for request in (late, other)] == [False, True]

@@ -138,7 +138,9 @@ def test_another_version_of_an_adapter_does_not_find_the_blocks(start: Start, tm
     for name, version, found in (("b", second, "MISS"), ("c", None, "MISS"), ("d", first, "HIT")):
         if version is not None:
             engine.tier.has_adapter(name, version)
-        assert engine.found(engine.request(name), [1]) == [found], name
+        request = engine.request(name)
+        assert engine.tier.holds(key(1), request.context) == (found == "HIT"), "what the cost gate is told"
+        assert engine.found(request, [1]) == [found], name
 
 
 def test_blocks_of_adapters_are_told_by_vllms_keys(start: Start) -> None:

@@ -13,7 +13,7 @@ from tests.unit.kv_offload.cache import caches, strided
 from tests.unit.kv_offload.engine import PATIENCE_S, Request, key, offloading_config
 from vllm_pd.kv_offload.spec import PDTieringOffloadingSpec
 from vllm_pd.kv_offload.ssd_config import ROOT_NAME
-from vllm_pd.vllm_compat import GPULoadStoreSpec, OffloadingConnectorStats
+from vllm_pd.vllm_compat import GPULoadStoreSpec, OffloadingConnectorStats, ReqContext
 
 PAGE = 8192
 CHUNKS = 4
@@ -97,7 +97,8 @@ class Engine:
         request.finish()
 
     def held(self, numbers: list[int]) -> list[bool]:
-        return [self.tier.holds(key(number)) for number in numbers]
+        context = ReqContext(req_id="held")
+        return [self.tier.holds(key(number), context) for number in numbers]
 
     def events(self) -> list[tuple[bool, set[Any]]]:
         """The storage tier's: removed?, keys."""
