@@ -67,7 +67,7 @@ class StoreStats:
         loads_failed: blocks by reason.
         puts_refused: blocks that `put` refused, by reason.
         puts_lost: blocks that were taken over and could not be written, by reason.
-        batches_written_total, batches_failed_total: of the write stream; a breaker watches them.
+        batches_written_total, batches_failed_total: of the write stream.
         evicted_blocks_total: left with their segment; not those that were kept by writing them again.
         foreign_segments_total: segments of other, unused namespaces removed to make room.
         rejected_segments_total: files that were found at start and cannot be used.
