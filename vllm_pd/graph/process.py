@@ -239,8 +239,12 @@ class ManagedProcess:
         return frozenset(process for process in self._seen.processes if proc_tree.is_alive(process))
 
     def left_shared_memory(self) -> frozenset[str]:
-        """Files in /dev/shm that its family was seen to use and that still exist."""
-        return frozenset(path for path in self._seen.shm if Path(path).exists())
+        """Files in /dev/shm that its family was seen to use, that still exist, and that no other program uses: a
+        cache server's memory, which workers map, is not theirs to leave or to remove."""
+        left = frozenset(path for path in self._seen.shm if Path(path).exists())
+        if not left:
+            return left
+        return left - proc_tree.shared_memory(proc_tree.everyone() - self._seen.processes)
 
     def __enter__(self) -> ManagedProcess:
         return self.start()

@@ -172,6 +172,23 @@ def test_shared_memory_that_a_killed_process_leaves_is_known(tmp_path: Path) -> 
         assert not process.left_shared_memory()
 
 
+def test_shared_memory_of_another_program_is_not_what_a_process_left(tmp_path: Path) -> None:
+    theirs = shared_memory.SharedMemory(create=True, size=4096)
+    code = (
+        "import time; from multiprocessing import shared_memory as s, resource_tracker as r;"
+        f"m=s.SharedMemory('{theirs.name}'); r.unregister(m._name,'shared_memory'); print('mapped'); time.sleep(600)"
+    )
+    try:
+        with python(tmp_path, code) as process:
+            process.wait_ready(prints(process, "mapped"), deadline_s=WAIT_S)
+            process.kill()
+            assert not process.left_shared_memory()
+            theirs.close()
+            assert process.left_shared_memory() == {f"/dev/shm/{theirs.name}"}
+    finally:
+        theirs.unlink()
+
+
 def test_a_semaphore_is_known_although_it_was_made_under_another_name(tmp_path: Path) -> None:
     code = "import multiprocessing as m, time; x = m.get_context('spawn').Lock(); print('made'); time.sleep(600)"
     with python(tmp_path, code) as process:
