@@ -14,7 +14,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,23 @@ class ParallelCopy:
         )
 
     def __call__(self, plan: CopyPlan) -> None:
-        """As `copy`; returns when all of it is done, or raises what one part raised."""
+        """As `copy`; returns when all of it is done; raises what one part raised, once all have ended."""
         parts = min(self.threads, plan.total_bytes // PART_BYTES)
         if self._pool is None or parts < 2:
             copy(plan)
             return
         first, *others = split(plan, parts)
-        futures = [self._start(part) for part in others]
-        copy(first)
+        futures: list[Future[None]] = []
+        try:
+            for part in others:
+                if (future := self._start(part)) is not None:
+                    futures.append(future)
+            copy(first)
+        finally:
+            # Whoever is told of an error gives the memory to something else: nothing may still write to it.
+            wait(futures)
         for future in futures:
-            if future is not None:
-                future.result()
+            future.result()
 
     def stop(self) -> None:
         """End the threads once they have done their work; later plans are copied by the caller alone. Idempotent."""

@@ -114,6 +114,27 @@ def test_an_error_of_one_part_is_the_error_of_the_copy(monkeypatch: pytest.Monke
     copy.stop()
 
 
+def test_no_part_is_still_copied_once_the_error_of_another_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = threading.get_ident()
+    under_way, go_on = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def fails_here(plan: CopyPlan) -> None:
+        if threading.get_ident() == caller:
+            assert under_way.wait(30)
+            threading.Timer(0.05, go_on.set).start()
+            raise MemoryError("injected")
+        under_way.set()
+        ended.append(go_on.wait(30))
+
+    monkeypatch.setattr(byte_copy, "copy", fails_here)
+    copy = ParallelCopy({0, 1})
+    with pytest.raises(MemoryError, match="injected"):
+        copy(plan_of([(0, 0, 2 * byte_copy.PART_BYTES)]))
+    assert ended == [True]
+    copy.stop()
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_thread_started_by_a_pinned_one_may_use_what_the_others_have() -> None:
     """vLLM pins the main thread of a CPU worker; threads that it starts inherit that."""
