@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from vllm_pd.kv_offload.block_io.aligned import AlignedMemory
@@ -15,14 +16,20 @@ from vllm_pd.kv_offload.segments.format import FormatError, Identity, NothingWri
 from vllm_pd.kv_offload.segments.index import Index, Segment
 from vllm_pd.kv_offload.segments.log import SegmentLog
 
+logger = logging.getLogger(f"vllm.{__name__}")
+
 _PORTION_BYTES = 8 * MIB
+
+
+class Stopped(Exception):
+    """The store is being closed while it still reads what is there."""
 
 
 class Adoption:
     """Runs in the writer's thread, before it writes.
 
     Args:
-        pause: called often, so that the engine gets its turn; may raise to end it early.
+        pause: called often, so that the engine gets its turn; may raise `Stopped` to end it early.
     """
 
     def __init__(
@@ -59,10 +66,14 @@ class Adoption:
                 self._counters.add(rejected_segments_total=1)
                 self._complaints.say("reject", f"{file.path} {e}; removed.")
                 self._remove(file)
-            except OSError as e:
+            except Stopped:
+                raise
+            except Exception as e:
                 # It may be readable next time, and takes its room until it is evicted, as the first.
-                self._complaints.say("recover", f"{file.path} cannot be read ({e}); its blocks are computed again.")
-                self._index.open_segment(Identity(file.id, 0), file.path, file.size).sealed = True
+                self._complaints.say("recover", f"{file.path} cannot be read ({e!r}); its blocks are computed again.")
+                logger.debug("SSD tier: %s cannot be read.", file.path, exc_info=True)
+                if all(segment.path != file.path for segment in self._index.segments()):
+                    self._index.open_segment(Identity(file.id, 0), file.path, file.size).sealed = True
             self._pause()
 
     def _adopt(self, file: SegmentFile) -> None:

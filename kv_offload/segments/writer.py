@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from vllm_pd.kv_offload.segments.adopt import Adoption
+from vllm_pd.kv_offload.segments.adopt import Adoption, Stopped
 from vllm_pd.kv_offload.segments.batch import Batch
 from vllm_pd.kv_offload.segments.config import StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
@@ -28,10 +28,6 @@ LOOK_S = 5.0
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _ADOPTION_PAUSE_S = 0.001
-
-
-class _Stopped(Exception):
-    """The store is being closed while it still reads what is there."""
 
 
 class Writer:
@@ -109,7 +105,7 @@ class Writer:
     def _run(self, adoption: Adoption, files: tuple[SegmentFile, ...]) -> None:
         try:
             adoption.run(files)
-        except _Stopped:
+        except Stopped:
             pass
         except Exception:
             logger.exception("SSD tier: what earlier runs left was not all found.")
@@ -203,4 +199,4 @@ class Writer:
 
     def _give_way(self) -> None:
         if self._stopping.wait(_ADOPTION_PAUSE_S):
-            raise _Stopped
+            raise Stopped

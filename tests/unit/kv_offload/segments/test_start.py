@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.kv_offload.segments.rig import LIMIT_S, Rig, config, key, segment_paths
 from vllm_pd.errors import SettingsError
-from vllm_pd.kv_offload.segments import folder
+from vllm_pd.kv_offload.segments import folder, recovery
 from vllm_pd.kv_offload.segments.lock import FolderLock, holder
 
 
@@ -53,6 +53,28 @@ def test_a_start_that_is_ended_at_once_leaves_everything_for_the_next(tmp_path: 
     rig.close()
     with Rig(config(tmp_path)) as again:
         assert len(again.get(range(300)).ok) == 300
+
+
+def test_a_segment_that_fails_unexpectedly_costs_its_own_blocks_and_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for life in range(3):
+        with Rig(config(tmp_path)) as rig:
+            rig.store_blocks(range(10 * life, 10 * life + 10))
+    before = segment_paths(tmp_path)
+    read = recovery.read_segment
+
+    def fails_for_the_second(reader: recovery.Read, size: int) -> recovery.Found:
+        found = read(reader, size)
+        if found.header.identity.segment_id == 1:
+            raise ValueError("injected")
+        return found
+
+    monkeypatch.setattr(recovery, "read_segment", fails_for_the_second)
+    with Rig(config(tmp_path)) as rig:
+        assert rig.stored(range(30)) == [*range(10), *range(20, 30)]
+        assert rig.store.stats().segments == 3, "it is among those that are evicted"
+    assert segment_paths(tmp_path) == before
 
 
 def test_segments_are_never_written_to_again_and_get_their_footer(tmp_path: Path) -> None:
