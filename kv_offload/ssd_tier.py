@@ -21,7 +21,7 @@ from vllm_pd.kv_offload.adapter_versions import without_version
 from vllm_pd.kv_offload.admission import Admission
 from vllm_pd.kv_offload.late_offers import LateOffers
 from vllm_pd.kv_offload.load_rates import SSD_PRIOR, LoadRate
-from vllm_pd.kv_offload.segments import Finished, Reason, SegmentStore, check
+from vllm_pd.kv_offload.segments import Finished, Reason, SegmentStore, StoreStats, check
 from vllm_pd.kv_offload.ssd_config import SsdConfig
 from vllm_pd.kv_offload.ssd_health import SsdHealth
 from vllm_pd.kv_offload.ssd_metrics import SsdCounts
@@ -116,6 +116,8 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         self._own_namespace = self._namespace
         self._place = open_place(ssd, self._namespace, self.block_size_bytes)
         self._seen = self.store.stats()
+        self._shown = _progress(StoreStats())
+        """As the metrics have it."""
         self._progress_at = now = clock()
         self._health = SsdHealth(str(self._place.folder), self._counts, self.block_size_bytes, ssd.load_deadline_s)
         share = ssd.budget_bytes // max(1, offloading_spec.config.parallel.data_parallel_size)
@@ -130,6 +132,8 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         self._outdated = ""
         """Why the store's blocks are not those that the model computes."""
         self._used = False
+        self._empty_above = True
+        """No request came since the start, or since vLLM's caches were reset."""
         self._done: list[TierJobResult] = []
         self._came: list[bytes] = []
         self._went: list[bytes] = []
@@ -164,29 +168,37 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
     def weights_changed(self, why: str) -> bool:
         """The model computes other KV from now on: nothing that was stored is loaded again by this server.
 
-        While requests are under way, blocks of the former weights may still be offered. The tier is then left alone
-        until vLLM's caches are reset, without which they would serve such blocks themselves.
+        vLLM's caches above may hold KV of the former weights, and serve and offer it, until they are reset. Unless they
+        are empty, the tier neither stores nor serves anything until then.
 
         Returns:
             Whether blocks that were told of are gone.
         """
-        if self._outdated or (self._namespace is not self._own_namespace and not self._used):
+        if self._outdated or (self._empty_above and self._namespace is not self._own_namespace and not self._used):
             return False
         self._outdated = why
-        if not self._under_way:
+        if self._empty_above:
             self._begin_anew()
             return True
         logger.warning(
-            "vllm-pd: the SSD tier is not used: the model's weights may have changed under running requests (%s). It "
-            "begins anew when all caches are reset (POST /reset_prefix_cache?reset_external=true).",
+            "vllm-pd: the SSD tier is not used: the model's weights may have changed (%s), and vLLM's caches may hold "
+            "blocks of the former ones. It begins anew when all caches are reset with no request running (POST "
+            "/reset_prefix_cache?reset_external=true).",
             why,
         )
         return True
+
+    def caches_were_reset(self) -> None:
+        """Neither the device nor host memory has a block any more, and no request holds one."""
+        if self._outdated:
+            self._begin_anew()
+        self._empty_above = not self._under_way
 
     # What vLLM's tiering manager asks.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._under_way.add(req_context.req_id)
+        self._empty_above = False
         req_context.set_state(_Request(adapter=self._adapter_of.pop(req_context.req_id, b"")))
         return RequestOffloadingContext()
 
@@ -275,14 +287,13 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         self._look(now)
         if self._tells:
             self._take_changes()
-        unsettled = self._seen.recovering or self._seen.staged_bytes > 0
+        # vLLM takes the metrics in at the end of a step: what is written after the last one would never be shown.
+        unsettled = self._seen.recovering or self._seen.staged_bytes > 0 or self._shown != _progress(self._seen)
         return bool(self._came or self._went) or (unsettled and now - self._progress_at < _SETTLE_S)
 
     def drain_jobs(self) -> None:
         """All jobs end, for a reset of vLLM's caches. A load that hangs ends as late and touches nothing any more."""
         self.store.drain(_DRAIN_S)
-        if self._outdated:
-            self._begin_anew()
 
     def shutdown(self) -> None:
         self._close()
@@ -293,7 +304,9 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         return ssd_metrics.definitions()
 
     def get_stats(self) -> OffloadingConnectorStats:
-        self._counts.snapshot(self.store.stats())
+        stats = self.store.stats()
+        self._counts.snapshot(stats)
+        self._shown = _progress(stats)
         self._counts.gauge(ssd_metrics.BUDGET, self._ssd.budget_bytes)
         self._health.show()
         return self._counts.take()
@@ -381,11 +394,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
     def _look(self, now: float) -> None:
         """Take a snapshot of the store, and note whether it gets on."""
         before, self._seen = self._seen, self.store.stats()
-        if (before.written_blocks_total, before.recovered_blocks_total, before.staged_bytes) != (
-            self._seen.written_blocks_total,
-            self._seen.recovered_blocks_total,
-            self._seen.staged_bytes,
-        ):
+        if _progress(before) != _progress(self._seen):
             self._progress_at = now
         self._health.wrote(self._seen)
 
@@ -405,6 +414,11 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
                 check.clear(self._ssd.root, name)
             except SettingsError as e:
                 logger.warning("vllm-pd: %s It is of no use any more, and goes when the SSD tier needs room.", e)
+
+
+def _progress(stats: StoreStats) -> tuple[int, int, int]:
+    """What changes while blocks are written, or found at the start."""
+    return stats.written_blocks_total, stats.recovered_blocks_total, stats.staged_bytes
 
 
 def _request(context: ReqContext) -> _Request:

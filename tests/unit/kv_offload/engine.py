@@ -50,15 +50,20 @@ def key(number: int) -> Any:
 
 
 class Request:
-    """One request as the scheduler sees it: a context for the manager, and steps in between."""
+    """One request as the scheduler sees it: a context for the manager, and steps in between.
 
-    def __init__(self, manager: Any, name: str) -> None:
-        self.manager = manager
+    Args:
+        show: gets the manager's metrics at the end of each step, None if there are none.
+    """
+
+    def __init__(self, manager: Any, name: str, show: Callable[[Any], None] = lambda _: None) -> None:
+        self.manager, self._show = manager, show
         self.context = ReqContext(req_id=name)
         manager.on_new_request(self.context)
 
     def step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
+        self._show(self.manager.get_stats())
 
     def settle(self, each: Callable[[], None] | None = None) -> None:
         """Step until the manager has nothing left to do; `each` is called after every step, or events are taken."""

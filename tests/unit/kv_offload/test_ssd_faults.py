@@ -260,3 +260,21 @@ def test_a_block_that_failed_for_a_request_is_not_promised_to_it_again(start: St
     assert engine.found(late, [1]) == ["MISS"]
     read.release()
     assert [engine.tier.holds(key(1), request.context) for request in (late, other)] == [False, True]
+
+
+def test_an_idle_engine_steps_on_until_its_metrics_show_what_was_written_after_its_last_step(
+    start: Start, disk: FaultyIO
+) -> None:
+    engine = start()
+    fault = disk.hang("write")
+    request = engine.request("a")
+    request.store(engine.worker, next(engine.jobs), [1], blocks([1]))
+    until(lambda: request.step() is None and not engine.manager._jobs, "a job never ended")
+    assert engine.shown("staged_bytes") > 0
+    fault.release()
+    until(lambda: engine.tier.store.stats().staged_bytes == 0, "the write never ends")
+    assert engine.shown("written_blocks") == 0
+    request.settle()
+    assert engine.shown("written_blocks") == engine.shown("blocks") == 1
+    assert engine.shown("staged_bytes") == 0
+    assert not engine.manager.has_pending_work()

@@ -71,7 +71,7 @@ class Engine:
         self.stopped = False
 
     def request(self, name: str) -> Request:
-        return Request(self.manager, name)
+        return Request(self.manager, name, self._show)
 
     def store(self, request: Request, numbers: list[int], ids: list[int]) -> None:
         """Take blocks of the cache over to host memory, and see what becomes of them."""
@@ -96,6 +96,12 @@ class Engine:
         self.store(request, [next(self.others) for _ in range(CHUNKS)], [60 + n for n in range(CHUNKS)])
         request.finish()
 
+    def reset(self, *, done: bool = True) -> None:
+        """As a reset of all caches; it is not done where a running request holds blocks, and then only of these."""
+        self.manager.reset_cache()
+        if done:
+            self.tier.caches_were_reset()
+
     def held(self, numbers: list[int]) -> list[bool]:
         context = ReqContext(req_id="held")
         return [self.tier.holds(key(number), context) for number in numbers]
@@ -106,8 +112,16 @@ class Engine:
 
     def metric(self, name: str, *labels: str) -> float:
         """A counter since the start, or a gauge."""
-        self._metrics.aggregate(self.tier.get_stats())
+        self._show(self.tier.get_stats())
+        return self.shown(name, *labels)
+
+    def shown(self, name: str, *labels: str) -> float:
+        """The same as of the end of the last step."""
         return float(self._metrics.data["data"].get(f"vllm_pd_ssd_{name}", {}).get(labels, 0))
+
+    def _show(self, stats: OffloadingConnectorStats | None) -> None:
+        if stats is not None:
+            self._metrics.aggregate(stats)
 
     def stop(self) -> None:
         if not self.stopped:
