@@ -104,8 +104,7 @@ def _measure(name: str, model: Path, folder: Path, logs: Path, plan: Plan, found
                 system.settle()
                 system.forget()
                 asker.ask(system, ids, MEMORY)
-            # The policies keep what was asked for twice, so more goes through host memory than it holds.
-            asker.fill(system, rng, 3 * plan.memory)
+            asker.fill(system, rng, 3 * plan.memory // 2)
             progress(f"{name}: {length} tokens, from the disk")
             for ids in prompts[length]:
                 system.forget()
@@ -151,11 +150,17 @@ class _Asker:
                 system.forget()
 
     def fill(self, system: System, rng: random.Random, size: int) -> None:
-        """Ask for prompts that nobody asked for before, until `size` bytes of blocks were stored."""
+        """Push what was asked for so far out of host memory, with `size` bytes of blocks of new prompts.
+
+        Each of them twice: a policy other than LRU keeps what was asked for twice for as long as nothing else was.
+        """
         tokens = 7000
         for _ in range(-(-size // (tokens * self._token_bytes))):
-            time_to_first_token(system.url, prompt(rng, tokens))
-            system.settle()
+            ids = prompt(rng, tokens)
+            for _ in range(2):
+                system.forget()
+                time_to_first_token(system.url, ids)
+                system.settle()
 
 
 def came_from(loaded_share: float, disk_share: float) -> str | None:
