@@ -200,6 +200,11 @@ class PDConnector(MultiConnector):
                 tell(why)
         return self._ssd is not None and self._ssd.weights_changed(why)
 
+    def caches_were_reset(self) -> None:
+        """See `weight_watch`."""
+        if self._ssd is not None:
+            self._ssd.caches_were_reset()
+
     def reset_cache(self) -> bool:
         with self._gate.resetting() if self._gate is not None else nullcontext():
             return bool(super().reset_cache())

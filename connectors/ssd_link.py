@@ -31,3 +31,8 @@ class SsdLink:
     def weights_changed(self, why: str) -> bool:
         """The model computes other KV from now on. Returns whether blocks that were told of are gone."""
         return self._tier is not None and self._tier.weights_changed(why)
+
+    def caches_were_reset(self) -> None:
+        """Neither the device nor host memory has a block any more."""
+        if self._tier is not None:
+            self._tier.caches_were_reset()

@@ -3,7 +3,8 @@
 KV of former weights is wrong for the new ones. vLLM leaves it to whoever changes weights to reset the caches, and a
 reset leaves files on a disk alone, since it is asked for on other occasions, too. Weights are changed through calls to
 the workers by name (`reload_weights`, `update_weights`, ..., and whatever a training framework adds), so every call
-counts whose name is not known to leave them as they are.
+counts whose name is not known to leave them as they are. After it, what vLLM's own caches hold stays wrong until they
+were all reset, which only the scheduler knows: a reset is refused while a request holds blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ HARMLESS = frozenset(
 
 
 def install() -> None:
-    """Wrap the engine's calls to its workers in this process. Idempotent."""
+    """Wrap the engine's calls to its workers, and the scheduler's resets, in this process. Idempotent."""
+    _watch_calls()
+    _watch_resets()
+
+
+def _watch_calls() -> None:
     engine = compat.EngineCore
     if getattr(engine.collective_rpc, _MARK, False):
         return
@@ -59,6 +65,24 @@ def install() -> None:
 
     setattr(watched, _MARK, True)
     engine.collective_rpc = watched
+
+
+def _watch_resets() -> None:
+    scheduler = compat.Scheduler
+    if getattr(scheduler.reset_prefix_cache, _MARK, False):
+        return
+    reset_prefix_cache = scheduler.reset_prefix_cache
+
+    @functools.wraps(reset_prefix_cache)
+    def watched(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        done = bool(reset_prefix_cache(self, reset_running_requests, reset_connector))
+        if done and reset_connector and (tell := getattr(self.connector, "caches_were_reset", None)) is not None:
+            tell()
+        return done
+
+    # Another wrapper's mark, copied by `wraps`, is what keeps that one from wrapping twice.
+    setattr(watched, _MARK, True)
+    scheduler.reset_prefix_cache = watched
 
 
 def _tell(scheduler: Any, why: str) -> None:

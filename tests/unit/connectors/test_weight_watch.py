@@ -24,8 +24,22 @@ class Connector:
         self._said.append(f"changed by {why}")
         return True
 
+    def caches_were_reset(self) -> None:
+        self._said.append("caches were reset")
+
     def take_events(self) -> tuple[()]:
         return ()
+
+
+def reset_prefix_cache(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    """The scheduler's: fails while a request holds blocks, whether it resets the connector or not."""
+    return bool(self.works)
+
+
+class Scheduler:
+    def __init__(self, connector: Connector | None) -> None:
+        self.connector = connector
+        self.works = True
 
 
 @pytest.fixture
@@ -48,6 +62,7 @@ def engine(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
             return "answer"
 
     monkeypatch.setattr(compat, "EngineCore", Engine)
+    monkeypatch.setattr(compat, "Scheduler", type("Other", (Scheduler,), {"reset_prefix_cache": reset_prefix_cache}))
     weight_watch.install()
     weight_watch.install()
     return Engine()
@@ -61,6 +76,19 @@ def _words(events: list[Any]) -> str:
 def test_a_call_that_may_change_weights_is_told_before_it_is_made(engine: Any, said: list[str], method: str) -> None:
     assert engine.collective_rpc(method, 1.0) == "answer"
     assert said == [f"changed by {method}", "removed [] of STORAGE", f"called {method}"]
+
+
+def test_only_a_reset_of_all_caches_that_succeeds_is_told(engine: Any, said: list[str]) -> None:
+    scheduler: Any = compat.Scheduler(Connector(said))
+    assert scheduler.reset_prefix_cache()
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    scheduler.works = False
+    assert not scheduler.reset_prefix_cache(reset_connector=True)
+    assert said == []
+    scheduler.works = True
+    assert scheduler.reset_prefix_cache(False, True)
+    assert said == ["caches were reset"]
+    assert compat.Scheduler(None).reset_prefix_cache(reset_connector=True)
 
 
 def test_a_function_that_the_workers_run_counts(engine: Any, said: list[str]) -> None:
@@ -88,4 +116,5 @@ def test_without_an_ssd_tier_nothing_is_done() -> None:
     link = SsdLink(SimpleNamespace(secondary_tiers=[object()]))
     link.arrived(SimpleNamespace(request_id="a", lora_request=object()))  # type: ignore[arg-type]
     assert not link.weights_changed("reload_weights")
+    link.caches_were_reset()
     assert not SsdLink(object()).weights_changed("reload_weights")

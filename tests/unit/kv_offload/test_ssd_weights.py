@@ -35,7 +35,7 @@ def test_after_a_change_of_weights_the_tier_begins_anew_and_the_files_wait_for_t
     stored(engine, "a", [1, 2])
     old = {path.parent for path in segments(tmp_path)}
     assert engine.tier.weights_changed("reload_weights")
-    engine.manager.reset_cache()
+    engine.reset()
     assert engine.held([1, 2]) == [False, False]
     assert engine.found(engine.request("b"), [1, 2]) == ["MISS", "MISS"]
     stored(engine, "c", [2, 3])
@@ -49,21 +49,52 @@ def test_after_a_change_of_weights_the_tier_begins_anew_and_the_files_wait_for_t
     assert again.held([1, 2, 3]) == [True, True, False]
 
 
-def test_blocks_under_way_while_the_weights_change_are_not_stored(start: Start) -> None:
+@pytest.mark.parametrize("running", [True, False])
+def test_after_a_change_of_weights_nothing_is_stored_or_served_until_all_caches_were_reset(
+    start: Start, running: bool
+) -> None:
     engine = start()
     stored(engine, "a", [1])
-    running = engine.request("b")
+    request = engine.request("b") if running else None
     engine.tier.weights_changed("update_weights")
     assert engine.held([1]) == [False]
-    assert engine.found(running, [9]) == ["MISS"]
-    # Computed with the former weights, or some of them.
-    engine.store(running, [5], [5])
+    # It may have found the former weights' blocks on the device, and go on from there.
+    request = request or engine.request("b")
+    assert engine.found(request, [9]) == ["MISS"]
+    engine.store(request, [5], [5])
     assert engine.metric("refused_blocks", "outdated") == 1
-    running.finish()
-    engine.manager.reset_cache()
+    # What it holds stays, and is offered from its first block.
+    engine.reset(done=False)
+    engine.store(request, [5], [5])
+    assert engine.metric("refused_blocks", "outdated") == 2
+    request.finish()
+    engine.reset()
     assert engine.held([1, 5]) == [False, False]
     stored(engine, "c", [6])
     assert engine.held([6]) == [True]
+
+
+def test_weights_that_change_right_after_a_reset_leave_the_tier_in_use(start: Start) -> None:
+    """As of an engine that was paused or put to sleep, both of which reset its caches."""
+    engine = start()
+    stored(engine, "a", [1])
+    engine.reset()
+    assert engine.held([1]) == [True]
+    assert [engine.tier.weights_changed(name) for name in ("wake", "reload_weights")] == [True, False]
+    stored(engine, "b", [2])
+    assert engine.held([1, 2]) == [False, True]
+
+
+def test_a_new_store_without_blocks_is_no_proof_that_the_caches_above_have_none(start: Start) -> None:
+    engine = start()
+    stored(engine, "a", [1])
+    engine.tier.weights_changed("first")
+    engine.reset()
+    # Computed, and held by the device alone.
+    engine.request("b").finish()
+    assert engine.tier.weights_changed("second")
+    stored(engine, "c", [2])
+    assert engine.held([2]) == [False]
 
 
 def test_nothing_is_stored_late_while_the_weights_may_have_changed_under_running_requests(start: Start) -> None:
@@ -95,7 +126,7 @@ def test_files_of_the_former_weights_stay_when_the_tier_cannot_begin_anew(
         patch.setattr(ssd_tier, "open_place", unusable)
         engine.tier.weights_changed("reload_weights")
         assert engine.found(engine.request("b"), [1]) == ["HIT"], "in host memory, which is vLLM's to reset"
-        engine.manager.reset_cache()
+        engine.reset()
     engine.stop()
     again = start()
     again.request("d").settle()
@@ -106,6 +137,7 @@ def test_a_folder_that_somebody_else_removed_does_not_fail_a_shutdown(start: Sta
     engine = start()
     stored(engine, "a", [1])
     engine.tier.weights_changed("reload_weights")
+    engine.reset()
     stored(engine, "b", [2])
     shutil.rmtree(tmp_path / ROOT_NAME)
     engine.stop()
@@ -116,6 +148,7 @@ def test_several_calls_of_one_change_begin_anew_once(start: Start, tmp_path: Pat
     stored(engine, "a", [1])
     changed = [engine.tier.weights_changed(name) for name in ("start_weight_update", "update_weights", "finish")]
     assert changed == [True, False, False]
+    engine.reset()
     stored(engine, "b", [2])
     assert engine.tier.weights_changed("start_weight_update")
     assert engine.held([2]) == [False]
