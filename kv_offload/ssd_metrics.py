@@ -35,6 +35,7 @@ _GAUGES = {
 _COUNTERS = {
     "written_blocks": "Blocks written to the SSD tier.",
     "written_bytes": "Bytes of blocks written to the SSD tier.",
+    "failed_writes": "Writes of several blocks, and flushes, that the disk refused.",
     "read_blocks": "Blocks loaded from the SSD tier.",
     "read_bytes": "Bytes loaded from the SSD tier.",
     "duplicate_blocks": "Blocks offered to the SSD tier that it had already.",

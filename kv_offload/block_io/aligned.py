@@ -83,11 +83,6 @@ class StagingPool:
             self._free.append(Buffer(self, self._memory.address + start, view))
         self._changed = threading.Condition()
 
-    @property
-    def free(self) -> int:
-        """Buffers that nobody has."""
-        return len(self._free)
-
     def take(self, timeout_s: float) -> Buffer | None:
         """A buffer with any contents, or None if none came free in time. 0 does not wait."""
         with self._changed:

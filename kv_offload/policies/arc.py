@@ -22,10 +22,6 @@ class Arc(QueuePolicy):
         self._target = 0.0
         """How many blocks used once there should be."""
 
-    @property
-    def ghosts(self) -> int:
-        return len(self._gone_once) + len(self._gone_again)
-
     def missed(self, keys: Sequence[Key]) -> None:
         once, again = self._gone_once, self._gone_again
         for key in reversed(keys):

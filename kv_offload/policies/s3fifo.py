@@ -25,10 +25,6 @@ class S3Fifo(QueuePolicy):
         self._uses: dict[Key, int] = {}
         self._ghosts = Ghosts(capacity)
 
-    @property
-    def ghosts(self) -> int:
-        return len(self._ghosts)
-
     def accessed(self, chain: Sequence[Key], reused: Collection[Key], loaded: Collection[Key] = ()) -> None:
         for key in reversed(chain):
             if key not in self._home:

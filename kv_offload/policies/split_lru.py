@@ -27,10 +27,6 @@ class SplitLru(QueuePolicy):
         self._now = 0
         self._ghosts = Ghosts(capacity)
 
-    @property
-    def ghosts(self) -> int:
-        return len(self._ghosts)
-
     def accessed(self, chain: Sequence[Key], reused: Collection[Key], loaded: Collection[Key] = ()) -> None:
         for key in reversed(chain):
             home = self._home.get(key)

@@ -67,7 +67,7 @@ class StoreStats:
         loads_failed: blocks by reason.
         puts_refused: blocks that `put` refused, by reason.
         puts_lost: blocks that were taken over and could not be written, by reason.
-        batches_written_total, batches_failed_total: of the write stream.
+        failed_writes_total: batches, and syncs, that ended with an error of the disk.
         evicted_blocks_total: left with their segment; not those that were kept by writing them again.
         foreign_segments_total: segments of other, unused namespaces removed to make room.
         rejected_segments_total: files that were found at start and cannot be used.
@@ -88,8 +88,7 @@ class StoreStats:
     read_blocks_total: int = 0
     read_bytes_total: int = 0
     duplicate_blocks_total: int = 0
-    batches_written_total: int = 0
-    batches_failed_total: int = 0
+    failed_writes_total: int = 0
     evicted_blocks_total: int = 0
     evicted_segments_total: int = 0
     rewritten_blocks_total: int = 0

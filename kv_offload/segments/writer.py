@@ -145,14 +145,14 @@ class Writer:
         try:
             if reason is None:
                 self._log.append(batch)
-                self._counters.add(batches_written_total=1, written_blocks_total=blocks, written_bytes_total=size)
+                self._counters.add(written_blocks_total=blocks, written_bytes_total=size)
                 self._resume()
         except NoRoom as e:
             reason = Reason.NO_SPACE
             self._stop(reason, str(e))
         except OSError as e:
             reason = Reason.WRITE_FAILED
-            self._counters.add(batches_failed_total=1)
+            self._counters.add(failed_writes_total=1)
             self._stop(reason, f"{e}")
         finally:
             self._staging.done(batch)
@@ -163,7 +163,7 @@ class Writer:
         try:
             self._log.sync()
         except OSError as e:
-            self._counters.add(batches_failed_total=1)
+            self._counters.add(failed_writes_total=1)
             self._stop(Reason.WRITE_FAILED, str(e))
 
     def _finish(self) -> None:

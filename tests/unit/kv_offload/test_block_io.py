@@ -370,7 +370,6 @@ class TestStagingPool:
             assert other is not None and other.address != hung.address
             assert pool.take(0.001) is None
             other.give_back()
-        assert pool.free == 1
 
     def test_who_waits_gets_what_another_thread_gives_back(self) -> None:
         pool = StagingPool(1, ALIGNMENT)

@@ -162,7 +162,7 @@ def test_a_failed_write_costs_its_batch_and_the_store_goes_on_in_a_new_segment(t
             now[0] += 100
         stats = rig.store.stats()
         has = rig.stored(range(72))
-        assert stats.batches_failed_total == 1 and stats.puts_lost == {Reason.WRITE_FAILED: 8}
+        assert stats.failed_writes_total == 1 and stats.puts_lost == {Reason.WRITE_FAILED: 8}
         assert len(has) == 60 and len(rig.get(has).ok) == 60
     with Rig(config(tmp_path)) as again:
         assert again.stored(range(72)) == has and len(again.get(has).ok) == 60
@@ -174,7 +174,7 @@ def test_a_failed_sync_is_counted_and_the_blocks_are_still_checked(tmp_path: Pat
         rig.store_blocks(range(4))
         rig.disk.fail("sync")
         rig.put(range(8, 12))
-        until(lambda: rig.store.stats().batches_failed_total == 1, "the failed sync")
+        until(lambda: rig.store.stats().failed_writes_total == 1, "the failed sync")
         now[0] += 100
         rig.store_blocks(range(20, 24))
         has = rig.stored(range(30))
@@ -267,7 +267,7 @@ FULL_DISK = """
     with Rig(settings) as rig:
         again = len(rig.get(rig.stored(range(1800))).ok)
     print(json.dumps({"has": len(has), "ok": len(got.ok), "again": again, "evicted": stats.evicted_segments_total,
-                      "newest": max(has), "failed": stats.batches_failed_total}))
+                      "newest": max(has), "failed": stats.failed_writes_total}))
 """
 
 
