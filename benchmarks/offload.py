@@ -1,7 +1,7 @@
 """The tiers below GPU memory: how fast, how often they hit, what a hit saves and what a miss costs.
 
     python -m benchmarks.offload                      # everything
-    python -m benchmarks.offload --quick              # under two minutes
+    python -m benchmarks.offload --quick              # a few minutes
     python -m benchmarks.offload --part io --json     # one part; one JSON object on stdout
 
 Parts run one after the other, so that none is measured beside another.
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = {part.removeprefix("offload_"): part for part in PARTS}
     parser = argparse.ArgumentParser(description="The tiers below GPU memory: speed, hit rates, what hits save.")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer, under two minutes")
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer, a few minutes")
     parser.add_argument(
         "--part", action="append", choices=list(names), help="only this part; can be given several times"
     )
