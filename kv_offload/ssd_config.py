@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.block_io.choose import IOBackend
+from vllm_pd.kv_offload.segments.folder import unusable
 from vllm_pd.layered import nearest
 
 MIB = 1 << 20
@@ -86,9 +87,7 @@ class SsdConfig:
         try:
             total = total_bytes(place)
         except OSError as e:
-            raise SettingsError(
-                f"The SSD tier cannot use {self.path} ({e.strerror}); give --pd-ssd-path a folder this user can write."
-            ) from None
+            raise unusable(self.path, e) from None
         if self.budget_bytes > total:
             raise SettingsError(
                 f"The SSD tier of {self.budget_bytes / GIB:g} GiB does not fit the file system of {self.path}, which "
