@@ -2,8 +2,7 @@
 
 Everything here runs in the scheduler's thread and waits for nothing. What cannot be loaded is a miss: vLLM frees the
 slots of the failed blocks, asks for them again, gets a miss, and the request goes on with the blocks before them and
-computes the rest. So that it always ends, a block that failed for a request stays a miss for that request, and none is
-loaded for it more than twice (a tier above that is smaller than the prompt drops blocks as fast as they come).
+computes the rest; `ssd_requests` sees to it that this ends.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_pd.errors import SettingsError
@@ -27,6 +26,7 @@ from vllm_pd.kv_offload.ssd_health import SsdHealth
 from vllm_pd.kv_offload.ssd_metrics import SsdCounts
 from vllm_pd.kv_offload.ssd_namespace import namespace
 from vllm_pd.kv_offload.ssd_place import open_place
+from vllm_pd.kv_offload.ssd_requests import Request, request_of
 from vllm_pd.vllm_compat import (
     LookupResult,
     OffloadingConnectorStats,
@@ -44,38 +44,17 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 _EVENTS_PER_STEP = 1000
 """Blocks: what an earlier run left must not hold up a step."""
-_LOADS_PER_BLOCK = 2
-"""For one request."""
 _DRAIN_S = 30.0
 _CLOSE_S = 10.0
 _SETTLE_S = 5.0
 """An idle engine steps on while blocks are being written or found, unless none came for so long."""
 
 
-@dataclass(slots=True)
-class _Request:
-    """What the tier remembers of one request; lies in its `ReqContext`.
-
-    Attributes:
-        adapter: added to its keys, see `SegmentTier.adapters`.
-        failed: blocks whose load failed.
-        loads: how often each block was loaded.
-        stored: blocks that were put.
-        first_too: none of its blocks was left out for being new.
-    """
-
-    adapter: bytes = b""
-    failed: set[bytes] = field(default_factory=set)
-    loads: dict[bytes, int] = field(default_factory=dict)
-    stored: set[bytes] = field(default_factory=set)
-    first_too: bool = True
-
-
 @dataclass(frozen=True, slots=True)
 class _Load:
     """A ticket that loads."""
 
-    request: _Request
+    request: Request
     bytes: int
     queued: int
     """Bytes that were before it."""
@@ -157,7 +136,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
 
     def holds(self, key: bytes, req_context: ReqContext) -> bool:
         """Whether a load of this block would be tried now for this request."""
-        return self._health.may_load and not self._outdated and self._loadable(key, _request(req_context))
+        return self._health.may_load and not self._outdated and self._loadable(key, request_of(req_context))
 
     # What the connector says.
 
@@ -199,12 +178,12 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._under_way.add(req_context.req_id)
         self._empty_above = False
-        req_context.set_state(_Request(adapter=self._adapter_of.pop(req_context.req_id, b"")))
+        req_context.set_state(Request(adapter=self._adapter_of.pop(req_context.req_id, b"")))
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
         """Answered from memory, and for good: a block that is still being written is a miss."""
-        request = _request(req_context)
+        request = request_of(req_context)
         if key in request.failed or self._outdated:
             return LookupResult.MISS
         if not self._health.may_load:
@@ -215,7 +194,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.HIT if self._loadable(key, request) else LookupResult.MISS
 
     def submit_load(self, job_metadata: TierTransferJob) -> None:
-        request = _request(job_metadata.req_context)
+        request = request_of(job_metadata.req_context)
         keys = list(job_metadata.keys)
         for key in keys:
             request.loads[key] = request.loads.get(key, 0) + 1
@@ -229,7 +208,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
             self._counts.count(ssd_metrics.REFUSED, len(job_metadata.keys), ssd_metrics.OUTDATED)
             self._done.append(TierJobResult(job_id=job_metadata.job_id, success=False))
             return
-        request = _request(job_metadata.req_context)
+        request = request_of(job_metadata.req_context)
         blocks = self._missing(job_metadata, request)
         chosen = self._admission.choose(list(blocks), request.first_too, self._clock())
         wanted = {key: row for (key, row), wants in zip(blocks.items(), chosen, strict=True) if wants}
@@ -253,7 +232,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: ReqContext) -> None:
         """All blocks of a request are known now: they are in use, and were seen once more."""
         self._under_way.discard(req_context.req_id)
-        request = _request(req_context)
+        request = request_of(req_context)
         keys = {key + request.adapter: key for key in req_context._offload_key_positions}
         again = self._admission.seen(list(keys))
         absent = [not self.store.contains(key) for key in keys]
@@ -311,17 +290,14 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         self._health.show()
         return self._counts.take()
 
-    def _loadable(self, key: bytes, request: _Request) -> bool:
-        loads = request.loads.get(key, 0)
-        if key in request.failed or loads >= _LOADS_PER_BLOCK or (not loads and len(request.loads) >= self._slots):
-            return False
-        return self.store.contains(key + request.adapter)
+    def _loadable(self, key: bytes, request: Request) -> bool:
+        return request.may_load(key, self._slots) and self.store.contains(key + request.adapter)
 
     def _row(self, chunk: int) -> memoryview:
         start = int(chunk) * self.block_size_bytes
         return self._memory[start : start + self.block_size_bytes]
 
-    def _missing(self, job: TierTransferJob, request: _Request) -> dict[bytes, memoryview]:
+    def _missing(self, job: TierTransferJob, request: Request) -> dict[bytes, memoryview]:
         """The blocks of a job that are not stored, by the store's key, in the order of the prompt."""
         position = job.req_context.get_offload_key_position
         blocks = sorted(zip(job.keys, job.chunk_ids, strict=True), key=lambda block: position(block[0]) or 0)
@@ -332,7 +308,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         }
 
     def _store_late(self, job: TierTransferJob, adapter: bytes) -> None:
-        blocks = self._missing(job, _Request(adapter))
+        blocks = self._missing(job, Request(adapter))
         self._admission.written(len(blocks), self._clock())
         self._put(job.job_id, blocks)
 
@@ -419,11 +395,3 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
 def _progress(stats: StoreStats) -> tuple[int, int, int]:
     """What changes while blocks are written, or found at the start."""
     return stats.written_blocks_total, stats.recovered_blocks_total, stats.staged_bytes
-
-
-def _request(context: ReqContext) -> _Request:
-    request: _Request | None = context.get_state(_Request)
-    if request is None:
-        request = _Request()
-        context.set_state(request)
-    return request
