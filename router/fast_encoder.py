@@ -14,8 +14,9 @@ from typing import Any
 
 from vllm_pd.router.encoder import Encode, TokenIds
 
-RENEW_CHARS = 16 * 1024 * 1024
-"""Text after which a tokenizer is replaced. It remembers about ten bytes for each character that it never met."""
+RENEW_CHARS = 4 * 1024 * 1024
+"""Text after which a tokenizer is replaced. It remembers about ten bytes for each character that it never met; to load one
+takes a few tenths of a second of another core."""
 
 _log = logging.getLogger(__name__)
 
