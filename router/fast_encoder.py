@@ -15,8 +15,8 @@ from typing import Any
 from vllm_pd.router.encoder import Encode, TokenIds
 
 RENEW_CHARS = 4 * 1024 * 1024
-"""Text after which a tokenizer is replaced. It remembers about ten bytes for each character that it never met; to load one
-takes a few tenths of a second of another core."""
+"""Text after which a tokenizer is replaced. It remembers about ten bytes for each character that it never met. Loading
+one takes a few tenths of a second of another core."""
 
 _log = logging.getLogger(__name__)
 
