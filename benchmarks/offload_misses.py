@@ -61,11 +61,13 @@ def _throughput(folder: Path, logs: Path, quick: bool) -> tuple[list[dict[str, A
     batch, pairs = (QUICK_BATCH, QUICK_PAIRS) if quick else (BATCH, PAIRS)
     progress("starting a server with tiers and one without")
     with running(OURS, model, SIZES, folder, logs) as on, running(NOTHING, model, SIZES, folder, logs) as off:
-        sides = {OURS: Side(on.url, [on.worker]), NOTHING: Side(off.url, [off.worker])}
+        systems = {OURS: on, NOTHING: off}
+        sides = {name: Side(system.url, [system.worker]) for name, system in systems.items()}
         taken: dict[str, list[float]] = {OURS: [], NOTHING: []}
+        worked: dict[str, list[float]] = {OURS: [], NOTHING: []}
         with ExitStack() as at_the_end:
-            for side, system in zip(sides.values(), (on, off), strict=True):
-                _batch(system.url, [prompt(rng, TOKENS) for _ in range(batch)])
+            for name, side in sides.items():
+                _batch(systems[name].url, [prompt(rng, TOKENS) for _ in range(batch)])
                 side.pause()
                 at_the_end.callback(side.wake)
             for number in range(pairs):
@@ -75,8 +77,9 @@ def _throughput(folder: Path, logs: Path, quick: bool) -> tuple[list[dict[str, A
                     sides[name].wake()
                     # A moment to catch up with their clocks.
                     time.sleep(SETTLE_S)
-                    url = (on if name == OURS else off).url
-                    taken[name].append(_batch(url, [prompt(rng, TOKENS) for _ in range(batch)]))
+                    before = systems[name].cpu_seconds()
+                    taken[name].append(_batch(systems[name].url, [prompt(rng, TOKENS) for _ in range(batch)]))
+                    worked[name].append(systems[name].cpu_seconds() - before)
                     sides[name].pause()
         loaded = on.loaded_tokens()
     if loaded:
@@ -91,6 +94,7 @@ def _throughput(folder: Path, logs: Path, quick: bool) -> tuple[list[dict[str, A
             "tokens/s p50": round(batch * TOKENS / statistics.median(seconds)),
             "tokens/s min": round(batch * TOKENS / max(seconds)),
             "tokens/s max": round(batch * TOKENS / min(seconds)),
+            "CPU ms a prompt": round(statistics.median(worked[name]) / batch * 1e3, 1),
         }
         for name, seconds in taken.items()
     ]
@@ -108,7 +112,9 @@ def _batch(url: str, prompts: Sequence[list[int]]) -> float:
 def _break_even(folder: Path, logs: Path, quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
     model, rng = tiny_model_dir(), random.Random(4)
     lengths = QUICK_LENGTHS if quick else LENGTHS
-    prompts = [prompt(rng, length) for length in lengths for _ in range(QUICK_PROMPTS if quick else PROMPTS)]
+    each = QUICK_PROMPTS if quick else PROMPTS
+    # What was asked for twice stays in host memory for long, so those from the disk are asked for once before.
+    in_memory, on_disk = ([prompt(rng, length) for length in lengths for _ in range(each)] for _ in range(2))
     progress("starting a server that loads whatever it costs")
     found: Seconds = {}
     with running(OURS, model, SIZES, folder, logs, load_gate="always") as system:
@@ -119,23 +125,26 @@ def _break_even(folder: Path, logs: Path, quick: bool) -> tuple[list[dict[str, A
                 time_to_first_token(system.url, ids)
                 system.settle()
                 system.forget()
-        progress("computed")
-        for ids in prompts:
+        progress("computed, for the disk")
+        for ids in on_disk:
             ask(ids, COLD)
-        system.settle()
-        system.forget()
-        progress("from host memory")
-        for ids in prompts:
-            ask(ids, MEMORY)
-        system.settle()
-        # What was asked for twice stays in host memory for longer, so more goes through it than it holds.
+            # First-time blocks are written where the drive has time for them.
+            system.settle()
         for _ in range(3 * SIZES.memory // (2000 * ask.token_bytes)):
             time_to_first_token(system.url, prompt(rng, 2000))
         system.settle()
         system.forget()
         progress("from the disk")
-        for ids in prompts:
+        for ids in on_disk:
             ask(ids, DISK)
+        progress("computed, for host memory")
+        for ids in in_memory:
+            ask(ids, COLD)
+        system.settle()
+        system.forget()
+        progress("from host memory")
+        for ids in in_memory:
+            ask(ids, MEMORY)
         metrics = system.worker.metrics()
         believed = {
             kind: metrics.value("vllm_pd_offload_break_even_tokens", tier=tier) or None for kind, tier in _TIERS.items()

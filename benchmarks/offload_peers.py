@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.common import cpu_seconds
 from benchmarks.lmcache_server import LMCacheServer
 from benchmarks.pd_ttft import MODEL
 from vllm_pd.graph.local import LocalCluster, LocalWorker
@@ -74,6 +75,14 @@ class System:
                 values = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
                 read, written = read + int(values["read_bytes"]), written + int(values["write_bytes"])
         return read, written
+
+    def cpu_seconds(self) -> float:
+        """Of the processes that it has now."""
+        seconds = 0.0
+        for pid in _members(self._groups):
+            with contextlib.suppress(OSError):
+                seconds += cpu_seconds(pid)
+        return seconds
 
     def settle(self) -> None:
         """Wait until what was computed last has arrived on the disk: nothing more is written for a moment."""
