@@ -534,6 +534,27 @@ INTERNALS += (
         "where the limit of a lookup is, and the keys of a request's blocks",
     ),
     Internal(
+        "RequestGroupState",
+        f"{_KV}.v1.offloading.scheduler",
+        "RequestGroupState",
+        ("offload_keys", "block_ids", "next_stored_chunk_idx"),
+        "which blocks of a request are still to be stored, see connectors/window_resets.py",
+    ),
+    Internal(
+        "GroupOffloadConfig",
+        f"{_KV}.v1.offloading.scheduler",
+        "GroupOffloadConfig",
+        ("tokens_per_chunk", "sliding_window_size_in_chunks"),
+        "what a kind of KV is",
+    ),
+    Internal(
+        "SchedulerOffloadConfig",
+        f"{_KV}.v1.offloading.scheduler",
+        "SchedulerOffloadConfig",
+        ("num_workers", "kv_group_configs", "blocks_per_chunk"),
+        "kinds of KV, and how many blocks are stored as one",
+    ),
+    Internal(
         "OffloadingWorkerMetadata",
         f"{_KV}.v1.offloading.common",
         "OffloadingWorkerMetadata",

@@ -25,7 +25,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_offload.base import Medium, OffloadPolicy, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -77,6 +83,11 @@ def answer(prompt: Sequence[int], length: int) -> list[int]:
 
 def next_token(kv: bytes) -> int:
     return int.from_bytes(kv[:2], "big") % 1000
+
+
+def of_group(kv: bytes, group: int) -> bytes:
+    """What the layers of a group keep for tokens of this KV."""
+    return bytes(byte ^ 0xFF for byte in kv) if group else kv
 
 
 class Delays:
@@ -232,6 +243,8 @@ class MiniEngine:
         cpu_blocks: of the tier.
         below: whether a `SlowTier` is under it, or the configuration of another tier that is.
         mode: of the cost gate.
+        window: tokens that further layers see, which form a second KV group, in blocks of the same memory; their KV
+            is the digest with all bits turned over.
     """
 
     def __init__(
@@ -242,8 +255,9 @@ class MiniEngine:
         cpu_blocks: int,
         below: bool | dict[str, Any] = False,
         mode: Mode = Mode.ALWAYS,
+        window: int | None = None,
     ) -> None:
-        self.delays, self.model = Delays(), model
+        self.delays, self.model, self.window = Delays(), model, window
         for name in ("MiniSpec", "MiniTieringSpec"):
             if name not in OffloadingSpecFactory._registry:
                 OffloadingSpecFactory.register_spec(name, __name__, name)
@@ -267,11 +281,16 @@ class MiniEngine:
         self.config.kv_transfer_config = transfer
         init_none_hash(sha256_cbor)
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
-        attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=4, dtype=torch.float16)
+        shape: dict[str, Any] = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float16}
+        attention = FullAttentionSpec(**shape)
         assert attention.page_size_bytes == BLOCK_BYTES
-        self.kv_config = KVCacheConfig(
-            num_blocks=gpu_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0"], attention)]
-        )
+        groups = [KVCacheGroupSpec(["layer.0"], attention)]
+        if window is not None:
+            groups.append(KVCacheGroupSpec(["layer.1"], SlidingWindowSpec(**shape, sliding_window=window)))
+        size = gpu_blocks * BLOCK_BYTES
+        # All of the same memory, as vLLM lays them out: a block is one group's at a time.
+        tensors = [KVCacheTensor(size, list(group.layer_names), size, BLOCK_BYTES) for group in groups]
+        self.kv_config = KVCacheConfig(num_blocks=gpu_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
         self.scheduler = Scheduler(
             self.config, self.kv_config, StructuredOutputManager(self.config), block_size=BLOCK_TOKENS, log_stats=True
         )
@@ -280,9 +299,10 @@ class MiniEngine:
         self.blocks = torch.full((gpu_blocks, BLOCK_BYTES), GARBAGE, dtype=torch.uint8).view(torch.int8)
         self.half = PDConnector(self.config, KVConnectorRole.WORKER, self.kv_config)
         tiers_half = self.half.sub_connectors[0].connector_worker
-        inner = tiers_half.spec.get_worker(caches([self.blocks], [[(0, BLOCK_BYTES)]]))
+        inner = tiers_half.spec.get_worker(caches([self.blocks], [[(0, BLOCK_BYTES)] for _ in groups]))
         self.worker = tiers_half.worker = LateWorker(inner, self.blocks.view(torch.uint8), self.delays)
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}
+        """Blocks of each request, by group."""
         self.known: dict[str, list[bytes]] = {}
         self.answers: dict[str, list[int]] = {}
         self.preemptions = self.computed = 0
@@ -356,16 +376,17 @@ class MiniEngine:
         self.half.shutdown()
 
     def _compute(self, output: Any) -> dict[str, list[int]]:
-        started = {new.req_id: (new.num_computed_tokens, new.block_ids[0]) for new in output.scheduled_new_reqs}
+        started = {new.req_id: (new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs}
         for name, (_, blocks) in started.items():
-            self.tables[name] = list(blocks)
+            self.tables[name] = [list(group) for group in blocks]
         computed = {name: count for name, (count, _) in started.items()}
         cached = output.scheduled_cached_reqs
         for name, blocks, count in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             computed[name] = count
             if name in cached.resumed_req_ids:
-                self.tables[name] = []
-            self.tables[name] += blocks[0] if blocks else []
+                self.tables[name] = [[] for _ in self.tables[name]]
+            for table, more in zip(self.tables[name], blocks or (), strict=False):
+                table += more
         sampled: dict[str, list[int]] = {}
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
@@ -373,7 +394,9 @@ class MiniEngine:
             kv, start = digests(tokens, self.known[name]), computed[name]
             self._check(name, kv, start)
             for position in range(start, start + count):
-                self._place(name, position)[:] = torch.frombuffer(bytearray(kv[position]), dtype=torch.int8)
+                for group in range(len(self.tables[name])):
+                    own = bytearray(of_group(kv[position], group))
+                    self._place(name, group, position)[:] = torch.frombuffer(own, dtype=torch.int8)
             self.computed += count
             sampled[name] = []
             if start + count == len(tokens):
@@ -381,18 +404,22 @@ class MiniEngine:
                 self.answers[name] += sampled[name]
         return sampled
 
-    def _place(self, name: str, position: int) -> torch.Tensor:
-        row = self.blocks[self.tables[name][position // BLOCK_TOKENS]]
+    def _place(self, name: str, group: int, position: int) -> torch.Tensor:
+        row = self.blocks[self.tables[name][group][position // BLOCK_TOKENS]]
         at = position % BLOCK_TOKENS * TOKEN_BYTES
         return row[at : at + TOKEN_BYTES]
 
     def _check(self, name: str, kv: list[bytes], computed: int) -> None:
-        """All KV that the scheduler counts as computed is that of the request's own tokens."""
-        for number in range(-(-computed // BLOCK_TOKENS)):
-            first, last = number * BLOCK_TOKENS, min(computed, (number + 1) * BLOCK_TOKENS)
-            wanted = b"".join(kv[first:last])
-            found = self.blocks[self.tables[name][number]].numpy().tobytes()[: len(wanted)]
-            assert found == wanted, f"{name}: its block {number} holds other KV at step {self.delays.step}"
+        """All KV that the scheduler counts as computed, and that the next token sees, is that of the request's own."""
+        for group, table in enumerate(self.tables[name]):
+            seen = 0 if not group or self.window is None else max(0, computed - self.window + 1)
+            for number in range(seen // BLOCK_TOKENS, -(-computed // BLOCK_TOKENS)):
+                first = max(seen, number * BLOCK_TOKENS)
+                wanted = of_group(b"".join(kv[first : min(computed, (number + 1) * BLOCK_TOKENS)]), group)
+                at = first % BLOCK_TOKENS * TOKEN_BYTES
+                found = self.blocks[table[number]].numpy().tobytes()[at : at + len(wanted)]
+                what = f"{name}: its block {number} of group {group}"
+                assert found == wanted, f"{what} holds other KV at step {self.delays.step}"
 
 
 def prompts(chance: random.Random, families: int, most_blocks: int) -> Callable[[], list[int]]:

@@ -44,11 +44,14 @@ def prompt(blocks: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("below", [False, True], ids=["cpu", "cpu and ssd"])
-@pytest.mark.parametrize("seed", range(6))
-def test_every_answer_is_exact_whatever_happens_to_the_blocks(make: Make, below: bool, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "window"), [*((seed, None) for seed in range(6)), (6, 64), (7, 100)])
+def test_every_answer_is_exact_whatever_happens_to_the_blocks(
+    make: Make, below: bool, seed: int, window: int | None
+) -> None:
     """Random prompts with common beginnings; the GPU holds two of them, host memory four."""
     chance = random.Random(seed)
-    engine = make(gpu_blocks=40, cpu_blocks=60, below=below, mode=Mode.AUTO if seed % 2 else Mode.ALWAYS)
+    mode = Mode.AUTO if seed % 2 else Mode.ALWAYS
+    engine = make(gpu_blocks=40, cpu_blocks=60, below=below, mode=mode, window=window)
     delays = engine.delays
     delays.store = lambda: chance.choice((0, 0, 1, 3, 8))
     delays.load = lambda: chance.choice((0, 1, 2, 6))
@@ -227,3 +230,25 @@ def test_an_engine_that_stops_while_blocks_are_copied_ends_cleanly(make: Make) -
     for _ in range(4):
         engine.step()
     assert engine.worker.held
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_after_a_reset_no_block_that_a_window_has_left_is_stored_for_the_one_before(make: Make, running: bool) -> None:
+    """A request goes on while its first blocks are somebody else's; what it stores then is found by a third one."""
+    engine = make(gpu_blocks=40, cpu_blocks=100, window=64)
+    long = prompt(12)
+    engine.ask("long", long, length=80)
+    engine.run(until=lambda: len(engine.answers["long"]) > 30)
+    # Takes all blocks that are free, and with them those that the window has left.
+    engine.ask("other", prompt(11, seed=1), length=1)
+    engine.run(until=lambda: "other" not in engine.scheduler.requests)
+    engine.reset(running=running)
+    engine.run()
+    settle(engine)
+    assert engine.scheduler.reset_prefix_cache()
+    for blocks in (2, 5, 12):
+        tokens = [*long[: blocks * BLOCK_TOKENS], 7]
+        engine.ask(f"again {blocks}", tokens, length=1)
+        engine.run()
+        assert engine.answers[f"again {blocks}"] == answer(tokens, 1)
+    assert engine.answers["long"] == answer(long, 80)

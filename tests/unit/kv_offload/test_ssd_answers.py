@@ -87,14 +87,20 @@ def serve(engine: MiniEngine, chance: random.Random, draw: Callable[[], list[int
             assert engine.answers[name], name
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "window"), [(0, None), (1, None), (2, 64), (3, 64)])
 def test_every_answer_is_exact_on_a_failing_disk_and_after_a_restart(
-    make: Make, disk: FaultyIO, monkeypatch: pytest.MonkeyPatch, seed: int
+    make: Make, disk: FaultyIO, monkeypatch: pytest.MonkeyPatch, seed: int, window: int | None
 ) -> None:
     monkeypatch.setattr(ssd_tier, "_DRAIN_S", 0.5)
     chance = random.Random(seed)
     draw = prompts(chance, families=6, most_blocks=14)
-    options = {"gpu_blocks": 40, "cpu_blocks": 40, "mode": Mode.ALWAYS, "ssd": {"load_deadline_s": 0.3}}
+    options = {
+        "gpu_blocks": 40,
+        "cpu_blocks": 40,
+        "mode": Mode.ALWAYS,
+        "ssd": {"load_deadline_s": 0.3},
+        "window": window,
+    }
     engine = make(**options)
     serve(engine, chance, draw)
     assert tier_of(engine).store.stats().read_blocks_total, "nothing came from the SSD"
