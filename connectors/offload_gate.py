@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from vllm_pd.connectors import window_resets
+from vllm_pd.connectors import reused_blocks
 from vllm_pd.connectors.engine_measures import KNOWN_LOADS, EngineMeasures
 from vllm_pd.connectors.reset_fence import ResetFence
 from vllm_pd.kv_offload import gate_metrics
@@ -197,7 +197,7 @@ class OffloadGate:
         unheard, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
         if scheduler._jobs or unheard:
             self._fence.reset()
-        window_resets.leave_out_stored(scheduler)
+        reused_blocks.before_reset(scheduler)
         self._measures.reset()
         try:
             yield

@@ -20,7 +20,7 @@ import msgspec
 
 from vllm_pd import settings as s
 from vllm_pd import side_channel, transfer_config
-from vllm_pd.connectors import event_flush, weight_watch
+from vllm_pd.connectors import event_flush, reused_blocks, weight_watch
 from vllm_pd.connectors.cpu_cures import calm_nixl, calm_queues
 from vllm_pd.connectors.farewells import Farewells
 from vllm_pd.connectors.handoff_arrivals import HandoffArrivals
@@ -159,6 +159,8 @@ class PDConnector(MultiConnector):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._tiers is not None and num_external_tokens:
+            reused_blocks.read_into(self.sub_connectors[self._tiers].connector_scheduler, blocks)
         if self._gate is not None:
             self._gate.allocated(request, time.monotonic())
 

@@ -520,6 +520,7 @@ INTERNALS += (
             "_req_status",
             "_jobs",
             "_chunks_being_loaded",
+            "_current_batch_allocated_block_ids",
             "_current_batch_jobs_to_flush",
             "_full_attention_groups",
             "get_num_new_matched_tokens(request, num_computed_tokens)",
@@ -538,7 +539,7 @@ INTERNALS += (
         f"{_KV}.v1.offloading.scheduler",
         "RequestGroupState",
         ("offload_keys", "block_ids", "next_stored_chunk_idx"),
-        "which blocks of a request are still to be stored, see connectors/window_resets.py",
+        "which blocks of a request are still to be stored, see connectors/reused_blocks.py",
     ),
     Internal(
         "GroupOffloadConfig",

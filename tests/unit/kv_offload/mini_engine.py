@@ -39,11 +39,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.unit.kv_offload.cache import caches
+from tests.unit.kv_offload.remote_loads import RemoteLoads
 from vllm_pd.connectors.pd_connector import PDConnector
 from vllm_pd.kv_offload.cost_gate import Mode
 from vllm_pd.kv_offload.load_rates import SSD_PRIOR, LoadRate
 from vllm_pd.kv_offload.spec import PDOffloadingSpec, PDTieringOffloadingSpec
 from vllm_pd.vllm_compat import (
+    KVConnectorFactory,
     KVConnectorRole,
     KVTransferConfig,
     LookupResult,
@@ -245,6 +247,7 @@ class MiniEngine:
         mode: of the cost gate.
         window: tokens that further layers see, which form a second KV group, in blocks of the same memory; their KV
             is the digest with all bits turned over.
+        remote: whether `RemoteLoads` is beside the tiers.
     """
 
     def __init__(
@@ -256,8 +259,11 @@ class MiniEngine:
         below: bool | dict[str, Any] = False,
         mode: Mode = Mode.ALWAYS,
         window: int | None = None,
+        remote: bool = False,
     ) -> None:
         self.delays, self.model, self.window = Delays(), model, window
+        if "RemoteLoads" not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector("RemoteLoads", RemoteLoads.__module__, "RemoteLoads")
         for name in ("MiniSpec", "MiniTieringSpec"):
             if name not in OffloadingSpecFactory._registry:
                 OffloadingSpecFactory.register_spec(name, __name__, name)
@@ -267,11 +273,12 @@ class MiniEngine:
             slow = {"type": "SlowTier", "module_path": __name__, "delays": self.delays}
             tiers["secondary_tiers"] = [slow if below is True else below]
         child = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tiers}
+        children = [{**child, "kv_connector": "RemoteLoads"}] if remote else []
         transfer = KVTransferConfig(
             kv_connector="pd",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"connectors": [child]},
+            kv_connector_extra_config={"connectors": [*children, child]},
         )
         self.config = EngineArgs(
             model=str(model), max_num_batched_tokens=256, max_num_seqs=8, max_model_len=2048, block_size=BLOCK_TOKENS,
@@ -298,9 +305,11 @@ class MiniEngine:
         self.tier = SlowTier.made[-1] if below is True else None
         self.blocks = torch.full((gpu_blocks, BLOCK_BYTES), GARBAGE, dtype=torch.uint8).view(torch.int8)
         self.half = PDConnector(self.config, KVConnectorRole.WORKER, self.kv_config)
-        tiers_half = self.half.sub_connectors[0].connector_worker
+        tiers_half = self.half.sub_connectors[-1].connector_worker
         inner = tiers_half.spec.get_worker(caches([self.blocks], [[(0, BLOCK_BYTES)] for _ in groups]))
         self.worker = tiers_half.worker = LateWorker(inner, self.blocks.view(torch.uint8), self.delays)
+        if remote:
+            self.half.sub_connectors[0].write = self._write
         self.tables: dict[str, list[list[int]]] = {}
         """Blocks of each request, by group."""
         self.known: dict[str, list[bytes]] = {}
@@ -393,10 +402,7 @@ class MiniEngine:
             tokens = list(request.all_token_ids)
             kv, start = digests(tokens, self.known[name]), computed[name]
             self._check(name, kv, start)
-            for position in range(start, start + count):
-                for group in range(len(self.tables[name])):
-                    own = bytearray(of_group(kv[position], group))
-                    self._place(name, group, position)[:] = torch.frombuffer(own, dtype=torch.int8)
+            self._put(kv, range(start, start + count), self.tables[name])
             self.computed += count
             sampled[name] = []
             if start + count == len(tokens):
@@ -404,10 +410,17 @@ class MiniEngine:
                 self.answers[name] += sampled[name]
         return sampled
 
-    def _place(self, name: str, group: int, position: int) -> torch.Tensor:
-        row = self.blocks[self.tables[name][group][position // BLOCK_TOKENS]]
-        at = position % BLOCK_TOKENS * TOKEN_BYTES
-        return row[at : at + TOKEN_BYTES]
+    def _write(self, tokens: list[int], blocks: list[list[int]]) -> None:
+        """All KV of `tokens`, into the blocks of each group that are not skipped."""
+        self._put(digests(tokens, []), range(len(tokens)), blocks)
+
+    def _put(self, kv: list[bytes], positions: Iterable[int], blocks: list[list[int]]) -> None:
+        for group, table in enumerate(blocks):
+            for position in positions:
+                if number := table[position // BLOCK_TOKENS]:
+                    at = position % BLOCK_TOKENS * TOKEN_BYTES
+                    own = torch.frombuffer(bytearray(of_group(kv[position], group)), dtype=torch.int8)
+                    self.blocks[number][at : at + TOKEN_BYTES] = own
 
     def _check(self, name: str, kv: list[bytes], computed: int) -> None:
         """All KV that the scheduler counts as computed, and that the next token sees, is that of the request's own."""

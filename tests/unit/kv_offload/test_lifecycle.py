@@ -252,3 +252,24 @@ def test_after_a_reset_no_block_that_a_window_has_left_is_stored_for_the_one_bef
         engine.run()
         assert engine.answers[f"again {blocks}"] == answer(tokens, 1)
     assert engine.answers["long"] == answer(long, 80)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_hand_off_is_not_read_into_blocks_that_are_still_being_stored(make: Make, window: int | None) -> None:
+    """The store of a request that has ended is as late as may be, and its blocks are given to the next one."""
+    engine = make(gpu_blocks=30, cpu_blocks=100, window=window, remote=True)
+    engine.delays.store = lambda: 100
+    first, other = prompt(12), prompt(12, seed=1)
+    engine.ask("first", first, length=1)
+    engine.run(until=lambda: "first" not in engine.scheduler.requests)
+    assert engine.worker.held
+    for number in range(2):
+        engine.ask(f"remote {number}", prompt(12, seed=1 + number), length=1)
+    engine.run()
+    settle(engine)
+    assert engine.answers["remote 0"] == answer(other, 1)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.ask("again", first, length=1)
+    engine.run()
+    assert engine.worker.loads
+    assert engine.answers["again"] == answer(first, 1)
