@@ -77,6 +77,11 @@ def test_nothing_heavy_is_imported(without: dict[str, Any], installed: dict[str,
         "vllm_pd.vllm_compat",
     }
     # Of these rooms only what names the settings' choices.
-    heavy = {"vllm_pd.state.redis_registry", "vllm_pd.kv_offload.spec", "vllm_pd.kv_offload.segments", "vllm_pd.routing.choose"}
+    heavy = {
+        "vllm_pd.state.redis_registry",
+        "vllm_pd.kv_offload.spec",
+        "vllm_pd.kv_offload.segments",
+        "vllm_pd.routing.choose",
+    }
     assert not heavy & set(installed["ours"])
     assert installed["others"] == without["others"]
