@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 TINY_BLOCK = 4 * 2 * BLOCK_TOKENS * 4 * 32 * 4
 """Layers, keys and values, tokens, heads, their size, float32."""
+HYBRID_BLOCK = TINY_BLOCK // 2
+"""A block is that of two layers: either with full attention or with a window."""
 
 
 def settle(server: Server) -> None:
@@ -68,15 +70,17 @@ def test_prompts_come_back_from_the_ssd_also_when_files_are_damaged_under_the_se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny", "tiny-hybrid"])
-def test_five_hundred_answers_equal_those_of_a_server_without_tiers(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(("model", "block_bytes"), [("tiny", TINY_BLOCK), ("tiny-hybrid", HYBRID_BLOCK)])
+def test_five_hundred_answers_equal_those_of_a_server_without_tiers(
+    tmp_path: Path, model: str, block_bytes: int
+) -> None:
     """Hits on every tier, eight at a time, preemptions, prompts in pieces, resets, a restart, and three deaths."""
     folder, prompts = model_dir(model), conversations(100, 5)
     with serve(tmp_path / "plain", folder) as server:
         wanted = server.ask_all(prompts)
 
     ssd = tmp_path / "ssd"
-    with serve(tmp_path / "first", folder, block_bytes=TINY_BLOCK, ssd=ssd) as server:
+    with serve(tmp_path / "first", folder, block_bytes=block_bytes, ssd=ssd) as server:
         got = []
         for first in range(0, len(prompts), 100):
             got += server.ask_all(prompts[first : first + 100])
@@ -91,13 +95,13 @@ def test_five_hundred_answers_equal_those_of_a_server_without_tiers(tmp_path: Pa
     assert metrics.value("vllm:prefix_cache_hits_total") > 0
     from_ssd = metrics.value("vllm_pd_ssd_read_blocks_total")
     assert from_ssd > KV_BLOCKS
-    assert metrics.value("vllm:kv_offload_load_bytes_total") > from_ssd * TINY_BLOCK * 0.5
+    assert metrics.value("vllm:kv_offload_load_bytes_total") > from_ssd * block_bytes * 0.5
     assert metrics.value("vllm:num_preemptions_total") > 0
     assert metrics.value("vllm_pd_ssd_loads_failed_blocks_total") == 0
 
     some = random.Random(1).sample(range(len(prompts)), 100)
     again = [prompts[number] for number in some]
-    with serve(tmp_path / "again", folder, block_bytes=TINY_BLOCK, ssd=ssd) as server:
+    with serve(tmp_path / "again", folder, block_bytes=block_bytes, ssd=ssd) as server:
         assert_same(again, [wanted[number] for number in some], server.ask_all(again))
         metrics = server.metrics()
         assert metrics.value("vllm_pd_ssd_recovered_blocks_total") > CPU_BLOCKS
@@ -105,11 +109,11 @@ def test_five_hundred_answers_equal_those_of_a_server_without_tiers(tmp_path: Pa
 
     draw = random.Random(2)
     for death in range(3):
-        dying = serve(tmp_path / f"death {death}", folder, block_bytes=TINY_BLOCK, ssd=ssd)
+        dying = serve(tmp_path / f"death {death}", folder, block_bytes=block_bytes, ssd=ssd)
         with dying as server, _asking(server, prompts):
             time.sleep(draw.uniform(0.2, 3.0))
             die(server)
-    with serve(tmp_path / "after", folder, block_bytes=TINY_BLOCK, ssd=ssd) as server:
+    with serve(tmp_path / "after", folder, block_bytes=block_bytes, ssd=ssd) as server:
         assert_same(again, [wanted[number] for number in some], server.ask_all(again))
         metrics = server.metrics()
         assert metrics.value("vllm_pd_ssd_recovered_blocks_total") > 0

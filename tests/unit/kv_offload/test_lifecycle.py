@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.unit.kv_offload import remote_loads
 from tests.unit.kv_offload.mini_engine import BLOCK_TOKENS, MiniEngine, answer, prompts, settle
 from vllm_pd.kv_offload.cost_gate import Mode
 from vllm_pd.plugin import register
@@ -44,14 +45,17 @@ def prompt(blocks: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("below", [False, True], ids=["cpu", "cpu and ssd"])
-@pytest.mark.parametrize(("seed", "window"), [*((seed, None) for seed in range(6)), (6, 64), (7, 100)])
+@pytest.mark.parametrize(
+    ("seed", "window", "remote"),
+    [*((seed, None, False) for seed in range(6)), (6, 64, False), (7, 100, False), (8, None, True), (9, 64, True)],
+)
 def test_every_answer_is_exact_whatever_happens_to_the_blocks(
-    make: Make, below: bool, seed: int, window: int | None
+    make: Make, below: bool, seed: int, window: int | None, remote: bool
 ) -> None:
     """Random prompts with common beginnings; the GPU holds two of them, host memory four."""
     chance = random.Random(seed)
     mode = Mode.AUTO if seed % 2 else Mode.ALWAYS
-    engine = make(gpu_blocks=40, cpu_blocks=60, below=below, mode=mode, window=window)
+    engine = make(gpu_blocks=40, cpu_blocks=60, below=below, mode=mode, window=window, remote=remote)
     delays = engine.delays
     delays.store = lambda: chance.choice((0, 0, 1, 3, 8))
     delays.load = lambda: chance.choice((0, 1, 2, 6))
@@ -65,7 +69,7 @@ def test_every_answer_is_exact_whatever_happens_to_the_blocks(
         asked[name := f"long{number}"] = prompt(5, 100 + number)
         engine.ask(name, asked[name], length=60)
     for number in range(70):
-        name = f"r{number}"
+        name = f"{remote_loads.NAME if remote and chance.random() < 0.4 else 'r'}{number}"
         asked[name] = draw()
         engine.ask(name, asked[name], length=chance.choice((1, 3, 20)))
         for _ in range(chance.choice((0, 0, 1, 2, 12))):
