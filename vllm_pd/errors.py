@@ -27,3 +27,11 @@ class UnsupportedVLLMError(PDError):
 
 class UnsupportedLMCacheError(PDError):
     """The installed LMCache lacks an internal that vllm-pd needs; the message names the version to install."""
+
+
+class ActuatorError(PDError):
+    """What was to carry out a planner's action did not answer; what came of it is not known."""
+
+
+class GraphError(PDError):
+    """A cluster of a graph file cannot be started, found or changed as asked; the message says what to do."""

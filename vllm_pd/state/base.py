@@ -44,6 +44,34 @@ class Role(StrEnum):
         return self is not Role.PREFILL
 
 
+class MoveState(StrEnum):
+    """How far a change of role has come."""
+
+    DRAINING = "draining"
+    """It does no new work; what it has finishes or is handed over."""
+    DONE = "done"
+    UNDONE = "undone"
+    """It could not be done in time, or was taken back: the worker goes on in the role it had."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMove:
+    """The newest change of a worker's role, as the worker tells it: the only one who writes it."""
+
+    id: str
+    """Of the wish that it obeys."""
+    to: Role
+    by: str
+    """Who wished it: `operator`, `planner`, ..."""
+    state: MoveState
+    since_ms: int
+    """When it came into this state, the worker's clock, milliseconds since 1970."""
+    took_ms: int = 0
+    """From obeying the wish to the end of it; 0 while it lasts."""
+    detail: str = ""
+    """Why it was undone, or what it waits for."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     """What may share KV: two workers with an equal spec hold interchangeable blocks."""
@@ -67,7 +95,7 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """What a worker says about itself; constant for one epoch except `role`."""
+    """What a worker says about itself; constant for one epoch except `role`, `role_epoch` and `move`."""
 
     id: WorkerId
     epoch: Epoch
@@ -106,6 +134,15 @@ class WorkerRecord:
     tokenizer: str = ""
     """Hex SHA-256 under which the tokenizer files are in the store; empty when not published."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    role_epoch: int = 0
+    """How often its role has changed since its start."""
+    move: RoleMove | None = None
+    """The newest change of its role, under way or ended."""
+
+    @property
+    def moving_to(self) -> Role | None:
+        """The role it is draining for; None when it does what its role says."""
+        return self.move.to if self.move is not None and self.move.state is MoveState.DRAINING else None
 
     @property
     def can_transfer(self) -> bool:

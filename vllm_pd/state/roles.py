@@ -19,6 +19,12 @@ class WantedRole:
 
     role: Role
     epoch: Epoch
+    id: str = ""
+    """Of this wish; the worker repeats it in its `RoleMove`."""
+    by: str = "operator"
+    """Who wishes: `planner`, or somebody whose wishes planners respect."""
+    timeout_ms: int = 0
+    """How long the move may take before it is undone; 0: as long as the worker's settings say."""
 
 
 class Roles(Protocol):
@@ -32,6 +38,9 @@ class Roles(Protocol):
 
     async def get(self, pool: PoolId) -> Mapping[WorkerId, WantedRole]:
         """All wishes that have not ended. Unreadable ones are skipped and counted."""
+
+    async def of(self, pool: PoolId, worker: WorkerId) -> WantedRole | None:
+        """The wish for one worker. Its agent asks again and again, so it costs the same in a cluster of any size."""
 
     async def clear(self, pool: PoolId, worker: WorkerId, epoch: Epoch) -> bool:
         """Take a wish back if it is for this epoch. Returns whether it was there. Idempotent."""

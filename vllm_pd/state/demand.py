@@ -1,0 +1,58 @@
+"""What the routers of a pool served, told to planners: totals since a router's start, so a lost report loses nothing.
+
+A planner keeps the report it saw before and looks at the difference; a router that restarts has a new id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_pd.routing.model import Rates
+from vllm_pd.state.base import PoolId
+
+BOUNDS_S = tuple(0.001 * 10 ** (step / 8) for step in range(42))
+"""Upper bounds of the buckets of `Spread`: eight a decade, from 1 ms to over two minutes; one more holds the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A histogram of seconds over `BOUNDS_S`, with its sum."""
+
+    counts: tuple[int, ...] = (0,) * (len(BOUNDS_S) + 1)
+    sum_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemandReport:
+    """One router's totals for one pool since `started_ms`. They only grow."""
+
+    started_ms: int
+    at_ms: int
+    """When it was made, the router's clock, milliseconds since 1970."""
+    arrivals: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    uncached_tokens: int = 0
+    output_tokens: int = 0
+    finished_output_tokens: int = 0
+    """Those of `output_tokens` that belong to answers that have ended."""
+    ttft: Spread = Spread()
+    itl: Spread = Spread()
+    """Between two tokens of a stream, each gap counted."""
+    rates: Rates | None = None
+    """Of the pool's usual worker as this router learned them; None while they are a mere prior."""
+
+
+class DemandBoard(Protocol):
+    """Deadlines and errors as for `Registry`."""
+
+    async def publish(self, pool: PoolId, router: str, report: DemandReport, ttl_ms: int) -> None:
+        """Replace the report of one router, its only writer."""
+
+    async def read(self, pool: PoolId) -> Mapping[str, DemandReport]:
+        """The reports that have not ended, by router. Unreadable ones are skipped and counted."""
+
+    async def close(self) -> None:
+        """Release connections. Idempotent."""
