@@ -14,9 +14,10 @@ from typing import Any
 
 from benchmarks.common import Target, progress
 from benchmarks.simulation import DEFAULT_FOLDER, TRACES
-from vllm_pd.kv_offload.policies import DEFAULT, POLICIES
+from vllm_pd.kv_offload.policies import POLICIES
 from vllm_pd.sim.tier_sizes import OPTIMUM, SizeReport, cells_of, measure
 from vllm_pd.sim.trace import SOURCE, read_trace
+from vllm_pd.tier_choices import DEFAULT_EVICTION
 
 NAME = "hit rates of eviction policies"
 
@@ -55,8 +56,8 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
             best = max(reports[rival].total for rival in RIVALS)
             targets.append(
                 Target.at_least(
-                    f"{name}, GPU {gpu_size}, CPU {cpu_size} blocks: {DEFAULT} and best of {', '.join(RIVALS)}",
-                    round(reports[DEFAULT].total, 4),
+                    f"{name}, GPU {gpu_size}, CPU {cpu_size} blocks: {DEFAULT_EVICTION}, best of {', '.join(RIVALS)}",
+                    round(reports[DEFAULT_EVICTION].total, 4),
                     round(best, 4),
                 )
             )
@@ -65,4 +66,10 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
 
 def _row(trace: str, gpu: int, cpu: int, reports: Mapping[str, SizeReport]) -> dict[str, Any]:
     rates = {name: round(report.total, 4) for name, report in reports.items()}
-    return {"trace": trace, "gpu_blocks": gpu, "cpu_blocks": cpu, "gpu_alone": round(reports[DEFAULT].gpu, 4), **rates}
+    return {
+        "trace": trace,
+        "gpu_blocks": gpu,
+        "cpu_blocks": cpu,
+        "gpu_alone": round(reports[DEFAULT_EVICTION].gpu, 4),
+        **rates,
+    }

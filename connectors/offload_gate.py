@@ -25,7 +25,6 @@ from vllm_pd.kv_offload import gate_metrics
 from vllm_pd.kv_offload.cost_gate import (
     Beliefs,
     Decision,
-    Mode,
     Prompt,
     Reason,
     Run,
@@ -36,6 +35,7 @@ from vllm_pd.kv_offload.cost_gate import (
 )
 from vllm_pd.kv_offload.gate_memory import GateMemory
 from vllm_pd.kv_offload.load_rates import LoadRate
+from vllm_pd.tier_choices import LoadGate
 from vllm_pd.vllm_compat import (
     LookupResult,
     OffloadingConnectorScheduler,
@@ -98,7 +98,7 @@ class OffloadGate:
         step_tokens: most prompt tokens of one step.
     """
 
-    def __init__(self, scheduler: OffloadingConnectorScheduler, mode: Mode, step_tokens: int) -> None:
+    def __init__(self, scheduler: OffloadingConnectorScheduler, mode: LoadGate, step_tokens: int) -> None:
         self._scheduler = scheduler
         self._mode = mode
         self._step_tokens = step_tokens
@@ -155,7 +155,7 @@ class OffloadGate:
         if asked.waits_since is None:
             asked.waits_since, asked.busy_s = now, self._measures.busy_s
             return False
-        if self._mode is not Mode.AUTO or asked.late or now - asked.waits_since < self._patience_s(asked):
+        if self._mode is not LoadGate.AUTO or asked.late or now - asked.waits_since < self._patience_s(asked):
             return False
         prompt = asked.decision.prompt
         ready = 0
@@ -285,16 +285,16 @@ class OffloadGate:
         return Prompt(tokens, computed, block_tokens, tuple(runs))
 
     def _decide(self, prompt: Prompt, beliefs: Beliefs) -> Decision:
-        if self._mode is Mode.AUTO:
+        if self._mode is LoadGate.AUTO:
             memory = self._memory
             return decide(prompt, beliefs, refused=memory.refused, avoided=memory.avoided, probe=memory.due)
-        load = sum(run.blocks for run in prompt.runs) if self._mode is Mode.ALWAYS else 0
+        load = sum(run.blocks for run in prompt.runs) if self._mode is LoadGate.ALWAYS else 0
         return told(prompt, beliefs, load, Reason.ALWAYS, Reason.NEVER)
 
     def _limit(self, asked: _Asked) -> int | None:
         """Tokens that the lookup may add."""
         decision = asked.decision
-        if decision.loads_all and self._mode is not Mode.NEVER:
+        if decision.loads_all and self._mode is not LoadGate.NEVER:
             return asked.own_limit
         limit = decision.prompt.end_of(decision.blocks) - asked.computed
         return limit if asked.own_limit is None else min(limit, asked.own_limit)

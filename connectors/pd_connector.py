@@ -35,8 +35,8 @@ from vllm_pd.connectors.ssd_link import SsdLink
 from vllm_pd.errors import SettingsError
 from vllm_pd.given_up import GivenUp, Handoff, given_up
 from vllm_pd.holds import hold_key, released_keys
-from vllm_pd.kv_offload.cost_gate import Mode
 from vllm_pd.kv_offload.ssd_namespace import model_identity
+from vllm_pd.tier_choices import LoadGate
 from vllm_pd.vllm_compat import (
     KVConnectorRole,
     KVTransferConfig,
@@ -98,15 +98,15 @@ class PDConnector(MultiConnector):
         self._new_leases: list[ReadLease] = []
         self._tiers = _index_of(transfer_config.OFFLOADING, expanded.kv_transfer_config)
         self._gate: OffloadGate | None = None
-        if self._tiers is not None and role is KVConnectorRole.SCHEDULER:
-            self._gate = OffloadGate(
-                self.sub_connectors[self._tiers].connector_scheduler,
-                Mode(_options(expanded.kv_transfer_config, self._tiers).get("load_gate", Mode.AUTO)),
-                vllm_config.scheduler_config.max_num_batched_tokens,
-            )
         self._ssd: SsdLink | None = None
         if self._tiers is not None and role is KVConnectorRole.SCHEDULER:
-            self._ssd = SsdLink(self.sub_connectors[self._tiers].connector_scheduler.manager)
+            tiers = self.sub_connectors[self._tiers].connector_scheduler
+            self._gate = OffloadGate(
+                tiers,
+                LoadGate(_options(expanded.kv_transfer_config, self._tiers).get("load_gate", LoadGate.AUTO)),
+                vllm_config.scheduler_config.max_num_batched_tokens,
+            )
+            self._ssd = SsdLink(tiers.manager)
             weight_watch.install()
         # Of the worker half.
         self._reads = ReadLeases()

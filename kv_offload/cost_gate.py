@@ -21,14 +21,6 @@ _MOST_TOKENS = 1 << 20
 """Length up to which a break-even is looked for."""
 
 
-class Mode(StrEnum):
-    """Whether the gate decides, or everything or nothing is loaded whatever it costs."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
-
-
 class Tier(StrEnum):
     """Where a block lies."""
 

@@ -12,6 +12,7 @@ from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.block_io.choose import IOBackend
 from vllm_pd.kv_offload.segments.folder import unusable
 from vllm_pd.layered import nearest
+from vllm_pd.tier_choices import DEFAULT_WRITES_PER_DAY
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -47,7 +48,7 @@ class SsdConfig:
     segment_bytes: int = 256 * MIB
     readers: int = 4
     load_deadline_s: float = 10.0
-    writes_per_day: float = 1.0
+    writes_per_day: float = DEFAULT_WRITES_PER_DAY
 
     @property
     def root(self) -> Path:

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from vllm_pd import layered, serve_flags
@@ -76,6 +77,20 @@ def add_action(
     )
     action.set_defaults(run=run)
     return action
+
+
+def add_output(parser: argparse.ArgumentParser, json_help: str) -> None:
+    """Add the arguments of a command that computes rows for a while: how they are shown, and by how many processes."""
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help=json_help)
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot (needs vllm-pd[plot])")
+    output.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="write plot and table as one page (needs vllm-pd[plot])"
+    )
+    output.add_argument(
+        "--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes; default: one a core"
+    )
+    output.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
 def positive(text: str) -> int:

@@ -13,23 +13,18 @@ from typing import Any
 
 from vllm_pd import layered, lmcache_options, parsers
 from vllm_pd.errors import SettingsError
-from vllm_pd.kv_offload import policies
-from vllm_pd.kv_offload.cost_gate import Mode
 from vllm_pd.layered import Resolved, setting
 from vllm_pd.state.base import Role
+from vllm_pd.tier_choices import DEFAULT_EVICTION, DEFAULT_WRITES_PER_DAY, EVICTIONS, LoadGate
 
 CONNECTOR = "pd"
 """Name under which our connector is registered with vLLM."""
 
 DEFAULT_LEASE_S = 10.0
-DEFAULT_WRITES_PER_DAY = 1.0
 GIB = 1 << 30
 
 TIERS, LMCACHE, NONE = "tiers", "lmcache", "none"
 """What can keep blocks that leave the GPU."""
-
-EVICTIONS = tuple(policies.POLICIES)
-"""Who can evict from the CPU tier."""
 
 
 def _options(raw: Any) -> dict[str, Any]:
@@ -107,7 +102,7 @@ class WorkerSettings:
         env="VLLM_PD_EVICTION",
         flag="--pd-eviction",
         parse=layered.choice(*EVICTIONS),
-        default=policies.DEFAULT,
+        default=DEFAULT_EVICTION,
     )
     ssd_path: str = setting(
         help="folder on an SSD for KV blocks evicted from host memory; needs --pd-cpu-gib and --pd-ssd-gib",
@@ -131,13 +126,13 @@ class WorkerSettings:
         parse=layered.number(0, high=1e6),
         default=DEFAULT_WRITES_PER_DAY,
     )
-    load_gate: Mode = setting(
+    load_gate: LoadGate = setting(
         help="auto: a prompt's blocks are loaded from the tiers where that is expected to beat computing them; "
         "always, never: whatever it costs, or not at all",
         env="VLLM_PD_LOAD_GATE",
         flag="--pd-load-gate",
-        parse=lambda raw: Mode(layered.choice(*Mode)(raw)),
-        default=Mode.AUTO,
+        parse=lambda raw: LoadGate(layered.choice(*LoadGate)(raw)),
+        default=LoadGate.AUTO,
     )
     lmcache_url: str = setting(
         help="LMCache server that --pd-offload lmcache uses",
@@ -255,7 +250,7 @@ def _check_offload(settings: WorkerSettings) -> None:
         )
     if settings.offload == NONE and tiers:
         raise SettingsError("--pd-offload none and the size of a tier contradict each other; drop one of them.")
-    if settings.offload != TIERS and (settings.eviction != policies.DEFAULT or settings.load_gate is not Mode.AUTO):
+    if settings.offload != TIERS and (settings.eviction != DEFAULT_EVICTION or settings.load_gate is not LoadGate.AUTO):
         raise SettingsError(
             f"--pd-eviction and --pd-load-gate are about the tiers, which --pd-offload {settings.offload} turns off; "
             "drop them."

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd import tiers_store_cli
-from vllm_pd.console import add_action, add_group, number_list, positive, print_table
+from vllm_pd.console import add_action, add_group, add_output, number_list, positive, print_table
 from vllm_pd.errors import SettingsError
+from vllm_pd.tier_choices import DEFAULT_EVICTION, EVICTIONS
 
 if TYPE_CHECKING:
     from vllm_pd.sim.tier_sizes import SizeReport
@@ -57,7 +57,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _add_size(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from vllm_pd.kv_offload.policies import DEFAULT, POLICIES
     from vllm_pd.sim.kv_bytes import DTYPE_BYTES
     from vllm_pd.sim.trace import SOURCE
 
@@ -106,9 +105,9 @@ def _add_size(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     size.add_argument(
         "--eviction",
-        default=DEFAULT,
+        default=DEFAULT_EVICTION,
         metavar="LIST",
-        help=f"who evicts from host memory: {', '.join(POLICIES)}, optimum (knows the future), or `all`; "
+        help=f"who evicts from host memory: {', '.join(EVICTIONS)}, optimum (knows the future), or `all`; "
         "default: %(default)s",
     )
     size.add_argument("--block-size", type=positive, default=512, metavar="N", help="tokens; default: %(default)s")
@@ -119,16 +118,7 @@ def _add_size(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="N",
         help="tokens that a hash id stands for; default: %(default)s",
     )
-    output = size.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot (needs vllm-pd[plot])")
-    output.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="write plot and table as one page (needs vllm-pd[plot])"
-    )
-    output.add_argument(
-        "--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes; default: one a core"
-    )
-    output.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    add_output(size, "print one JSON object instead of a table")
 
 
 def _size(args: argparse.Namespace) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 from vllm_pd import lmcache_options
 from vllm_pd import settings as s
 from vllm_pd.errors import SettingsError
-from vllm_pd.kv_offload.cost_gate import Mode
 from vllm_pd.kv_offload.ssd_config import SsdConfig
 from vllm_pd.state.base import Role
+from vllm_pd.tier_choices import DEFAULT_WRITES_PER_DAY, LoadGate
 from vllm_pd.vllm_compat import KVTransferConfig, is_nixl_available, vllm_config_class
 
 NIXL = "NixlConnector"
@@ -59,7 +59,7 @@ def child_configs(settings: s.WorkerSettings, *, nixl: bool) -> list[dict[str, A
             "cpu_bytes_to_use": settings.cpu_bytes,
             "eviction_policy": settings.eviction,
         }
-        if settings.load_gate is not Mode.AUTO:
+        if settings.load_gate is not LoadGate.AUTO:
             offload["load_gate"] = str(settings.load_gate)
         if settings.ssd_path:
             offload["spec_name"] = "PDTieringOffloadingSpec"
@@ -87,7 +87,7 @@ def _ssd(settings: s.WorkerSettings) -> dict[str, Any]:
         SettingsError: an option of `tiers.ssd` is unknown or malformed.
     """
     ssd: dict[str, Any] = {"path": settings.ssd_path, "gib": settings.ssd_gib, **settings.tiers.get("ssd", {})}
-    if settings.ssd_writes_per_day != s.DEFAULT_WRITES_PER_DAY:
+    if settings.ssd_writes_per_day != DEFAULT_WRITES_PER_DAY:
         ssd["writes_per_day"] = settings.ssd_writes_per_day
     SsdConfig.parse({**ssd, "identity": "not known yet"})
     return ssd

@@ -21,6 +21,5 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = {
     "adaptive": Adaptive,
 }
 """By the name that `--pd-eviction` takes; each is called with the number of blocks that the tier holds."""
-DEFAULT = "adaptive"
 
-__all__ = ["DEFAULT", "POLICIES", "Adaptive", "Arc", "EvictionPolicy", "Lru", "S3Fifo", "Sieve", "WTinyLfu"]
+__all__ = ["POLICIES", "Adaptive", "Arc", "EvictionPolicy", "Lru", "S3Fifo", "Sieve", "WTinyLfu"]

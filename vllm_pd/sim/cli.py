@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_pd.console import natural, number_list, positive, print_table
+from vllm_pd.console import add_output, natural, number_list, positive, print_table
 from vllm_pd.errors import SettingsError
-from vllm_pd.kv_offload.policies import DEFAULT, POLICIES
 from vllm_pd.sim.parallel import run_cells
+from vllm_pd.tier_choices import DEFAULT_EVICTION, EVICTIONS
 
 if TYPE_CHECKING:
     from vllm_pd.sim.cluster import ClusterConfig
@@ -90,10 +89,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--cpu-blocks", type=natural, default=0, metavar="N", help="host memory tier; default: none")
     engine.add_argument(
         "--eviction",
-        choices=tuple(POLICIES),
-        default=DEFAULT,
+        choices=EVICTIONS,
+        default=DEFAULT_EVICTION,
         metavar="POLICY",
-        help=f"who evicts from host memory: {', '.join(POLICIES)}; default: %(default)s",
+        help=f"who evicts from host memory: {', '.join(EVICTIONS)}; default: %(default)s",
     )
     engine.add_argument("--ssd-blocks", type=natural, default=0, metavar="N", help="SSD tier; default: none")
     engine.add_argument("--block-size", type=positive, default=512, metavar="N", help="tokens; default: %(default)s")
@@ -137,16 +136,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="MS",
         help="from a cache change to the router; default: %(default)s",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON array instead of a table")
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot (needs vllm-pd[plot])")
-    output.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="write plot and table as one page (needs vllm-pd[plot])"
-    )
-    output.add_argument(
-        "--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes; default: one a core"
-    )
-    output.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    add_output(parser, "print one JSON array instead of a table")
     parser.set_defaults(run=run)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_pd.block_hash import BlockKey
-from vllm_pd.kv_offload import policies
+from vllm_pd.tier_choices import DEFAULT_EVICTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class EngineConfig:
     block_size: int = 512
     cpu_blocks: int = 0
     ssd_blocks: int = 0
-    eviction: str = policies.DEFAULT
+    eviction: str = DEFAULT_EVICTION
     """Who evicts from host memory, as of `--pd-eviction`."""
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256

@@ -362,7 +362,9 @@ async def test_an_engine_that_stopped_loses_its_jobs_and_gets_none_until_it_gets
     await other.drain(0.0)
     await bench.put("two", worker=RECORD.id)
     await asyncio.sleep(0.5)
-    assert (stuck.stats.claimed, await bench.waiting(RECORD.id)) == (1, 1)
+    # A claim that was under way when the engine was found out gets the job and gives it back.
+    assert len(stub.asked) == 1
+    assert stuck.stats.ended[How.RETURNED] == stuck.stats.claimed - 1
     stub.may_end.set()
     clock.now += 1.0
     progress.note(0)

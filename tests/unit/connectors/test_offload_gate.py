@@ -5,7 +5,6 @@ The engine's clock is a made-up one: a step takes a millisecond, a computed toke
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,15 +16,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 pytest.importorskip("vllm")
 
-from tests.unit.kv_offload.mini_engine import BLOCK_TOKENS, MiniEngine, answer, settle
+from tests.unit.kv_offload.mini_engine import BLOCK_TOKENS, MiniEngine, answer, prompt, settle
 from vllm_pd.connectors import pd_connector
 from vllm_pd.connectors.offload_gate import OffloadGate
 from vllm_pd.connectors.pd_connector import PDConnector
 from vllm_pd.kv_offload import gate_metrics
-from vllm_pd.kv_offload.cost_gate import Beliefs, Mode
+from vllm_pd.kv_offload.cost_gate import Beliefs
 from vllm_pd.kv_offload.load_rates import LoadSpeed
 from vllm_pd.kv_offload.prefill_rate import PrefillSpeed
 from vllm_pd.plugin import register
+from vllm_pd.tier_choices import LoadGate
 
 pytestmark = pytest.mark.vllm
 
@@ -48,11 +48,6 @@ def make(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield build
     for engine in made:
         engine.stop()
-
-
-def prompt(blocks: int, seed: int = 0) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(1000) for _ in range(blocks * BLOCK_TOKENS + 5)]
 
 
 def gate_of(engine: MiniEngine) -> OffloadGate:
@@ -81,7 +76,7 @@ def blocks_by_choice(engine: MiniEngine) -> dict[tuple[str, ...], float]:
     return {} if counted is None else dict(counted.data["data"].get(gate_metrics.BLOCKS, {}))
 
 
-def on_both_tiers(make: Make, mode: Mode = Mode.AUTO) -> tuple[MiniEngine, list[int]]:
+def on_both_tiers(make: Make, mode: LoadGate = LoadGate.AUTO) -> tuple[MiniEngine, list[int]]:
     """A prompt of ten blocks, all of them on the SSD and the first five in host memory too."""
     engine, wanted = make(gpu_blocks=60, cpu_blocks=12, below=True, mode=mode), prompt(10)
     believe(engine, FAST, SLOW)
@@ -113,8 +108,8 @@ def test_all_is_loaded_where_all_is_fast(make: Make) -> None:
     assert blocks_by_choice(engine) == {("cpu", "load", "faster"): 5, ("ssd", "load", "faster"): 5}
 
 
-@pytest.mark.parametrize(("mode", "loaded"), [(Mode.ALWAYS, [10]), (Mode.NEVER, [])])
-def test_the_gate_can_be_told_what_to_do(make: Make, mode: Mode, loaded: list[int]) -> None:
+@pytest.mark.parametrize(("mode", "loaded"), [(LoadGate.ALWAYS, [10]), (LoadGate.NEVER, [])])
+def test_the_gate_can_be_told_what_to_do(make: Make, mode: LoadGate, loaded: list[int]) -> None:
     engine, wanted = make(gpu_blocks=60, cpu_blocks=30, mode=mode), prompt(10)
     ask(engine, "wanted", wanted)
     believe(engine, SLOW, SLOW)
@@ -152,7 +147,7 @@ def test_a_load_that_is_waited_for_longer_than_computing_takes_is_given_up(make:
 
 def test_a_tier_that_became_slow_is_left_alone_and_found_again_when_it_has_recovered(make: Make) -> None:
     """Nothing is told to the gate: it measures."""
-    engine = make(gpu_blocks=60, cpu_blocks=12, below=True, mode=Mode.AUTO)
+    engine = make(gpu_blocks=60, cpu_blocks=12, below=True, mode=LoadGate.AUTO)
     wanted = [prompt(10, seed) for seed in range(3)]
     for number in range(9):
         ask(engine, f"first{number}", wanted[number % 3])
@@ -198,7 +193,7 @@ def test_a_client_may_allow_less(make: Make) -> None:
 
 
 def test_a_preempted_request_is_decided_anew(make: Make) -> None:
-    engine, wanted = make(gpu_blocks=20, cpu_blocks=60, mode=Mode.ALWAYS), prompt(10)
+    engine, wanted = make(gpu_blocks=20, cpu_blocks=60, mode=LoadGate.ALWAYS), prompt(10)
     ask(engine, "wanted", wanted)
     engine.counted.data.clear()
     for name in ("one", "two"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ def offloading_config(extra: Mapping[str, Any], *, bytes_per_block: int = 8192, 
         "worker_kv_bytes_per_block": bytes_per_block,
         "enable_kv_cache_events": False,
         "extra_config": extra,
-        "engine_id": f"test_{uuid.uuid4().hex}",
+        "engine_id": f"test_{os.getpid()}_{uuid.uuid4().hex}",
         "model": OffloadingModelConfig(name="acme/tiny", dtype="bfloat16"),
         "cache": OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=1),
         "parallel": OffloadingParallelConfig(

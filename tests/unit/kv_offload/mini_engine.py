@@ -41,9 +41,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.unit.kv_offload.cache import caches
 from tests.unit.kv_offload.remote_loads import RemoteLoads
 from vllm_pd.connectors.pd_connector import PDConnector
-from vllm_pd.kv_offload.cost_gate import Mode
 from vllm_pd.kv_offload.load_rates import SSD_PRIOR, LoadRate
 from vllm_pd.kv_offload.spec import PDOffloadingSpec, PDTieringOffloadingSpec
+from vllm_pd.tier_choices import LoadGate
 from vllm_pd.vllm_compat import (
     KVConnectorFactory,
     KVConnectorRole,
@@ -257,7 +257,7 @@ class MiniEngine:
         gpu_blocks: int,
         cpu_blocks: int,
         below: bool | dict[str, Any] = False,
-        mode: Mode = Mode.ALWAYS,
+        mode: LoadGate = LoadGate.ALWAYS,
         window: int | None = None,
         remote: bool = False,
     ) -> None:
@@ -433,6 +433,12 @@ class MiniEngine:
                 found = self.blocks[table[number]].numpy().tobytes()[at : at + len(wanted)]
                 what = f"{name}: its block {number} of group {group}"
                 assert found == wanted, f"{what} holds other KV at step {self.delays.step}"
+
+
+def prompt(blocks: int, seed: int = 0) -> list[int]:
+    """So many whole blocks and a few tokens."""
+    chance = random.Random(seed)
+    return [chance.randrange(1000) for _ in range(blocks * BLOCK_TOKENS + 5)]
 
 
 def prompts(chance: random.Random, families: int, most_blocks: int) -> Callable[[], list[int]]:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.unit.kv_offload.engine import Request, key
-from vllm_pd import settings
 from vllm_pd.kv_offload import cache_policy, policies
+from vllm_pd.tier_choices import DEFAULT_EVICTION, EVICTIONS
 from vllm_pd.vllm_compat import CachePolicyFactory
 
 pytestmark = pytest.mark.vllm
@@ -94,6 +94,7 @@ def test_a_reset_forgets_everything(manager: Any) -> None:
 def test_vllm_keeps_lru_and_arc_and_knows_the_rest_by_name() -> None:
     cache_policy.register()
     cache_policy.register()
-    for name in settings.EVICTIONS:
+    assert tuple(policies.POLICIES) == EVICTIONS and DEFAULT_EVICTION in EVICTIONS
+    for name in EVICTIONS:
         made = CachePolicyFactory.get_cache_policy_cls(name)
         assert issubclass(made, cache_policy.PolicyAdapter) == (name not in ("lru", "arc"))

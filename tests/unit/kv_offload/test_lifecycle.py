@@ -16,9 +16,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.unit.kv_offload import remote_loads
-from tests.unit.kv_offload.mini_engine import BLOCK_TOKENS, MiniEngine, answer, prompts, settle
-from vllm_pd.kv_offload.cost_gate import Mode
+from tests.unit.kv_offload.mini_engine import BLOCK_TOKENS, MiniEngine, answer, prompt, prompts, settle
 from vllm_pd.plugin import register
+from vllm_pd.tier_choices import LoadGate
 
 pytestmark = pytest.mark.vllm
 
@@ -39,11 +39,6 @@ def make(tiny_model: Path) -> Iterator[Make]:
         engine.stop()
 
 
-def prompt(blocks: int, seed: int = 0) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(1000) for _ in range(blocks * BLOCK_TOKENS + 5)]
-
-
 @pytest.mark.parametrize("below", [False, True], ids=["cpu", "cpu and ssd"])
 @pytest.mark.parametrize(
     ("seed", "window", "remote"),
@@ -54,7 +49,7 @@ def test_every_answer_is_exact_whatever_happens_to_the_blocks(
 ) -> None:
     """Random prompts with common beginnings; the GPU holds two of them, host memory four."""
     chance = random.Random(seed)
-    mode = Mode.AUTO if seed % 2 else Mode.ALWAYS
+    mode = LoadGate.AUTO if seed % 2 else LoadGate.ALWAYS
     engine = make(gpu_blocks=40, cpu_blocks=60, below=below, mode=mode, window=window, remote=remote)
     delays = engine.delays
     delays.store = lambda: chance.choice((0, 0, 1, 3, 8))

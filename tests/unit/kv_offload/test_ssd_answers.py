@@ -18,10 +18,10 @@ pytest.importorskip("vllm")
 from tests.unit.kv_offload.faulty_io import FaultyIO
 from tests.unit.kv_offload.mini_engine import PAGE, MiniEngine, answer, prompts, settle
 from vllm_pd.kv_offload import ssd_tier
-from vllm_pd.kv_offload.cost_gate import Mode
 from vllm_pd.kv_offload.ssd_config import SsdConfig
 from vllm_pd.kv_offload.ssd_tier import SegmentTier
 from vllm_pd.plugin import register
+from vllm_pd.tier_choices import LoadGate
 
 pytestmark = pytest.mark.vllm
 
@@ -97,7 +97,7 @@ def test_every_answer_is_exact_on_a_failing_disk_and_after_a_restart(
     options = {
         "gpu_blocks": 40,
         "cpu_blocks": 40,
-        "mode": Mode.ALWAYS,
+        "mode": LoadGate.ALWAYS,
         "ssd": {"load_deadline_s": 0.3},
         "window": window,
     }
@@ -128,7 +128,7 @@ def test_every_answer_is_exact_on_a_failing_disk_and_after_a_restart(
 def test_a_new_prompt_is_computed_at_once_while_the_disk_hangs(make: Make, disk: FaultyIO) -> None:
     """Nothing waits for a disk that it does not need; what needs it waits no longer than it may."""
     chance = random.Random(7)
-    engine = make(gpu_blocks=40, cpu_blocks=40, mode=Mode.ALWAYS, ssd={"load_deadline_s": 0.3})
+    engine = make(gpu_blocks=40, cpu_blocks=40, mode=LoadGate.ALWAYS, ssd={"load_deadline_s": 0.3})
     draw = prompts(chance, families=3, most_blocks=12)
     serve(engine, chance, draw)
     disk.hang("read", times=None)

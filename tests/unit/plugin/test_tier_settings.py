@@ -7,7 +7,7 @@ import pytest
 from vllm_pd import settings as s
 from vllm_pd import transfer_config as tc
 from vllm_pd.errors import SettingsError
-from vllm_pd.kv_offload import policies
+from vllm_pd.tier_choices import DEFAULT_EVICTION
 
 
 def given(**flags: str) -> s.WorkerSettings:
@@ -51,6 +51,6 @@ def test_the_policy_reaches_vllms_connector_and_its_own_option_wins() -> None:
         (child,) = tc.child_configs(settings, nixl=False)
         return str(child["kv_connector_extra_config"]["eviction_policy"])
 
-    assert option(given(cpu_gib="1")) == policies.DEFAULT
+    assert option(given(cpu_gib="1")) == DEFAULT_EVICTION
     assert option(given(cpu_gib="1", eviction="arc")) == "arc"
     assert option(s.load_worker_settings(file={"cpu_gib": 1, "tiers": {"eviction_policy": "lru"}}).value) == "lru"
