@@ -158,11 +158,22 @@ Action = MoveAction | AddAction | RemoveAction
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """So many workers of this role that were asked for did not come up in time and are not waited for any more."""
+
+    role: Role
+    count: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What one step decided, and why; enough to be understood by somebody who saw nothing else."""
 
     at_s: float
     actions: tuple[Action, ...] = ()
+    give_up: tuple[GiveUp, ...] = ()
+    """For `Actuator.give_up`, before the actions."""
     verdict: str = ""
     """One sentence: what is done, or why nothing is."""
     reasons: tuple[str, ...] = ()

@@ -1,0 +1,126 @@
+"""What a planner remembers from one step to the next: values only, so that another process can take it over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from vllm_pd.state.base import Epoch, Role, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a span of time brought, per second. Output is what those that began in it are expected to be given."""
+
+    seconds: float
+    arrivals: float
+    prompt_tokens: float
+    uncached_tokens: float
+    output_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One look at the decode workers: sequences and thousands of KV tokens on each, and how long a token took."""
+
+    sequences: float
+    kv_kilotokens: float
+    itl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AskedMove:
+    """A change of role that was asked for and has not been seen to end."""
+
+    worker: WorkerId
+    epoch: Epoch
+    to: Role
+    at: float
+    seen: bool = False
+    """Whether the worker has said that it is moving."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedStart:
+    """Workers that were asked for and have not been seen."""
+
+    role: Role
+    count: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A worker that did not do what it was asked; it is left alone until then."""
+
+    worker: WorkerId
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTally:
+    """What the rule `dynamo-load` has seen of its present interval."""
+
+    since: float = 0.0
+    steps: int = 0
+    queue_first: float = 0.0
+    queue_last: float = 0.0
+    queue_sum: float = 0.0
+    kv_sum: float = 0.0
+    workers: tuple[int, int] = (0, 0)
+    """Prefill and decode workers when it began."""
+    changed: bool = False
+    """Whether these were others at some time in it."""
+    grace: int = 0
+    """Intervals for which no decode worker is taken away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Times are on the planner's own clock, which only the time that really passed between two steps moves on."""
+
+    clock: float = 0.0
+    last_at: float | None = None
+    """`PoolView.at_s` of the step before."""
+    history: tuple[Sample, ...] = ()
+    """Oldest first."""
+    steps: tuple[StepSample, ...] = ()
+    workers: tuple[WorkerId, ...] = ()
+    """Seen in the step before."""
+    vanished_at: float | None = None
+    """Since when most of the workers are missing that were there before."""
+    asked_moves: tuple[AskedMove, ...] = ()
+    asked_starts: tuple[AskedStart, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    move_s: float | None = None
+    """How long changes of role took, and starts; None until one was seen."""
+    start_s: float | None = None
+    moved_at: float | None = None
+    moved_to: Role | None = None
+    enough_since: float | None = None
+    """Since when fewer workers than there are would have done."""
+    enough: int = 0
+    """The most workers that a step wanted since then."""
+    no_start_before: float = 0.0
+    failed_starts: int = 0
+    """In a row."""
+    tally: LoadTally = LoadTally()
+
+
+def encode_memory(memory: Memory) -> bytes:
+    """As msgpack."""
+    return msgspec.msgpack.encode(memory)
+
+
+def decode_memory(data: bytes | None) -> Memory:
+    """What `encode_memory` wrote; a fresh one for nothing and for what another version wrote."""
+    if not data:
+        return Memory()
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError:
+        return Memory()
+
+
+_decoder = msgspec.msgpack.Decoder(Memory)
