@@ -35,7 +35,7 @@ class Kind(StrEnum):
 class Limits:
     """Between how many instances a component may be scaled, by hand or by the planner; both count."""
 
-    min: int = 1
+    min: int = 0
     max: int = 64
 
 
@@ -76,6 +76,10 @@ class Component:
     def label(self) -> str:
         """Its name, or that of its kind."""
         return self.name or str(self.kind)
+
+    def link(self, *components: Component) -> Chain:
+        """A chain in which this one sends requests to each of `components`."""
+        return Chain((self,), ends=(self.label,)).link(*components)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,8 @@ class Workers(Component):
     Attributes:
         count: how many are started with the graph.
         model: "" stands for the graph's.
-        gpus: of each worker; more than one makes it tensor-parallel unless `args` split the model otherwise.
+        gpus: of each worker; more than one makes it tensor-parallel unless `args` split the model otherwise, and a
+            fraction (0.5) has workers share a GPU.
         cores: of each worker, on a machine without GPUs.
         kv_blocks: KV blocks of each worker, on a machine without GPUs, where vLLM's own choice is gigabytes.
         limits: between how many it may be scaled.
@@ -148,7 +153,7 @@ class Workers(Component):
 
     count: int = 1
     model: str = ""
-    gpus: int = 1
+    gpus: float = 1
     cores: int = 1
     kv_blocks: int = 128
     limits: Limits = Limits()
@@ -190,6 +195,44 @@ class Link:
 
     source: str
     target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Components that are being linked: `Frontend().link(Router()).link(Decode(2)).link(Prefill(1))`.
+
+    Every step makes a new chain, so that what two graphs have in common can be written once.
+    """
+
+    components: tuple[Component, ...]
+    links: tuple[Link, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    def link(self, *components: Component) -> Chain:
+        """The last ones send requests to each of `components`, which are then the last ones."""
+        links = tuple(Link(end, component.label) for end in self.ends for component in components)
+        return Chain(
+            self.components + components, self.links + links, tuple(component.label for component in components)
+        )
+
+    def beside(self, *components: Component) -> Chain:
+        """With components through which no request goes: a store of your own, a planner."""
+        return Chain(self.components + components, self.links, self.ends)
+
+    def graph(
+        self,
+        name: str,
+        *,
+        model: str,
+        namespace: str = DEFAULT_NAMESPACE,
+        restart: RestartRule = RestartRule(),
+        kubernetes: Mapping[str, Any] | None = None,
+    ) -> Graph:
+        """The graph of all of them; see `Graph`. A store is added where one is needed and none is among them."""
+        kinds = {component.kind for component in self.components}
+        needed = bool(kinds & {Kind.ROUTER, Kind.PLANNER, Kind.PREFILL}) and Kind.STORE not in kinds
+        components = (*self.components, Store()) if needed else self.components
+        return Graph(name, model, components, self.links, namespace, restart, dict(kubernetes or {}))
 
 
 @dataclass(frozen=True, slots=True)
