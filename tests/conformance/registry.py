@@ -10,9 +10,11 @@ from tests.conformance.harness import Harness
 from vllm_pd.state import (
     Epoch,
     HeartbeatResult,
+    MoveState,
     PoolSpec,
     Registry,
     Role,
+    RoleMove,
     RouterWork,
     TokenizerFiles,
     WorkerId,
@@ -83,6 +85,29 @@ class RegistryConformance:
         changed = worker(role=Role.DECODE)
         assert await registry.heartbeat(changed, LEASE_MS) is HeartbeatResult.RENEWED
         assert await live(registry) == [changed]
+
+    async def test_a_move_of_its_role_comes_back_as_the_worker_tells_it(self, harness: Harness) -> None:
+        registry = harness.registry()
+        move = RoleMove("a:1", Role.DECODE, "planner", MoveState.DRAINING, 7, detail="2 requests", hand_over=True)
+        record = dataclasses.replace(worker(), role_epoch=3, move=move)
+        await registry.heartbeat(record, LEASE_MS)
+        (found,) = await live(registry)
+        assert found == record and found.moving_to is Role.DECODE
+
+    async def test_one_worker_is_found_with_its_load(self, harness: Harness) -> None:
+        registry = harness.registry()
+        record = worker()
+        assert await registry.find(record.id, POOL.id) is None
+        await registry.heartbeat(record, LEASE_MS)
+        await registry.heartbeat(worker("other:1"), LEASE_MS)
+        await registry.publish_load(record.id, POOL.id, 1, {0: WorkerLoad(2, 1, 0.5, 1000)}, LEASE_MS)
+        state = await registry.find(record.id, POOL.id)
+        assert state is not None and state.record == record
+        assert state.loads == {0: WorkerLoad(2, 1, 0.5, 1000)} and 0 < state.lease_left_ms <= LEASE_MS
+        assert await registry.find(record.id, OTHER_POOL.id) is None
+        await registry.heartbeat(record, 40)
+        await harness.pass_time(60)
+        assert await registry.find(record.id, POOL.id) is None
 
     async def test_a_worker_is_absent_after_its_lease(self, harness: Harness) -> None:
         registry = harness.registry()

@@ -6,9 +6,10 @@ import pytest
 
 from tests.conformance.harness import Harness
 from tests.conformance.registry import LEASE_MS, OTHER_POOL, POOL
-from vllm_pd.state import Epoch, Role, WantedRole, WorkerId
+from vllm_pd.state import Epoch, Role, WantedRole, Wished, WorkerId
 
 ID = WorkerId("[::1]:8000")
+A, B, C = WorkerId("a:1"), WorkerId("b:1"), WorkerId("c:1")
 OLD, NEW = Epoch(1_764_000_000_000), Epoch(1_764_000_000_001)
 
 
@@ -27,6 +28,54 @@ class RolesConformance:
         }
         assert await reader.get(OTHER_POOL.id) == {}
         assert await harness.roles("elsewhere").get(POOL.id) == {}
+
+    async def test_a_wish_is_read_back_whole_and_alone(self, harness: Harness) -> None:
+        roles = harness.roles()
+        wish = WantedRole(Role.PREFILL, OLD, id="a:b-1", by="planner", timeout_ms=30_000)
+        assert await roles.of(POOL.id, ID) is None
+        await roles.set(POOL.id, ID, wish, LEASE_MS)
+        await roles.set(POOL.id, A, WantedRole(Role.BOTH, OLD), LEASE_MS)
+        assert await roles.of(POOL.id, ID) == wish
+        assert (await roles.get(POOL.id))[ID] == wish
+        assert await roles.of(OTHER_POOL.id, ID) is None
+        await roles.set(POOL.id, ID, wish, 40)
+        await harness.pass_time(60)
+        assert await roles.of(POOL.id, ID) is None
+
+    async def test_only_the_wish_that_is_meant_is_taken_back(self, harness: Harness) -> None:
+        roles = harness.roles()
+        await roles.set(POOL.id, ID, WantedRole(Role.PREFILL, OLD, id="two"), LEASE_MS)
+        assert not await roles.clear(POOL.id, ID, OLD, "one")
+        assert await roles.of(POOL.id, ID) is not None
+        assert await roles.clear(POOL.id, ID, OLD, "two")
+        assert await roles.of(POOL.id, ID) is None
+
+    async def test_of_two_who_wish_the_last_two_of_a_kind_away_one_is_refused(self, harness: Harness) -> None:
+        one, two = harness.roles(), harness.roles()
+        away = WantedRole(Role.DECODE, OLD)
+        stays = {Role.PREFILL: [(B, OLD)]}
+        assert await one.set_unless_last(POOL.id, A, away, LEASE_MS, stays) is Wished.WISHED
+        assert await two.set_unless_last(POOL.id, B, away, LEASE_MS, {Role.PREFILL: [(A, OLD)]}) is Wished.LAST
+        assert await two.of(POOL.id, B) is None
+        # With a third one there is room; and of another kind nobody was asked for.
+        stays = {Role.PREFILL: [(A, OLD), (C, OLD)]}
+        assert await two.set_unless_last(POOL.id, B, away, LEASE_MS, stays) is Wished.WISHED
+        nobody: dict[Role, list[tuple[WorkerId, Epoch]]] = {Role.DECODE: []}
+        assert await one.set_unless_last(POOL.id, C, WantedRole(Role.PREFILL, OLD), LEASE_MS, nobody) is Wished.LAST
+
+    async def test_who_is_wished_to_do_both_or_was_meant_before_a_restart_stays(self, harness: Harness) -> None:
+        roles = harness.roles()
+        away = WantedRole(Role.PREFILL, OLD)
+        stays = {Role.DECODE: [(B, NEW)], Role.PREFILL: [(C, OLD)]}
+        await roles.set(POOL.id, B, away, LEASE_MS)
+        await roles.set(POOL.id, C, WantedRole(Role.BOTH, OLD), LEASE_MS)
+        assert await roles.set_unless_last(POOL.id, A, away, LEASE_MS, stays) is Wished.WISHED
+        await roles.set(POOL.id, B, WantedRole(Role.PREFILL, NEW), 40)
+        assert await roles.set_unless_last(POOL.id, A, away, LEASE_MS, stays) is Wished.LAST
+        await harness.pass_time(60)
+        assert await roles.set_unless_last(POOL.id, A, away, LEASE_MS, stays) is Wished.WISHED
+        old = WantedRole(Role.PREFILL, Epoch(OLD - 1))
+        assert await roles.set_unless_last(POOL.id, A, old, LEASE_MS, {}) is Wished.OLD
 
     async def test_a_wish_for_an_older_epoch_changes_nothing(self, harness: Harness) -> None:
         roles = harness.roles()

@@ -19,7 +19,13 @@ from vllm_pd.state import (
     Registry,
     Roles,
 )
+from vllm_pd.state.demand import DemandBoard
+from vllm_pd.state.memory_demand import MemoryDemandBoard
+from vllm_pd.state.memory_planner_board import MemoryPlannerBoard
+from vllm_pd.state.planner_board import PlannerBoard
 from vllm_pd.state.redis_block_index import RedisBlockIndex
+from vllm_pd.state.redis_demand import RedisDemandBoard
+from vllm_pd.state.redis_planner_board import RedisPlannerBoard
 from vllm_pd.state.redis_prefill_queue import RedisPrefillQueue
 from vllm_pd.state.redis_registry import RedisRegistry
 from vllm_pd.state.redis_roles import RedisRoles
@@ -45,6 +51,12 @@ class MemoryHarness:
 
     def prefill_queue(self, limits: QueueLimits, namespace: str = "test") -> PrefillQueue:
         return MemoryPrefillQueue(namespace, self._store, limits=limits)
+
+    def demand(self, namespace: str = "test") -> DemandBoard:
+        return MemoryDemandBoard(namespace, self._store)
+
+    def planner_board(self, namespace: str = "test", *, dry: bool = False) -> PlannerBoard:
+        return MemoryPlannerBoard(namespace, self._store, dry=dry)
 
     async def pass_time(self, ms: int) -> None:
         self._now += ms / 1000
@@ -75,6 +87,12 @@ class RedisHarness:
 
     def prefill_queue(self, limits: QueueLimits, namespace: str = "test") -> PrefillQueue:
         return self._opened(RedisPrefillQueue(self._url, namespace, limits=limits, timeout_s=TIMEOUT_S))
+
+    def demand(self, namespace: str = "test") -> DemandBoard:
+        return self._opened(RedisDemandBoard(self._url, namespace, timeout_s=TIMEOUT_S))
+
+    def planner_board(self, namespace: str = "test", *, dry: bool = False) -> PlannerBoard:
+        return self._opened(RedisPlannerBoard(self._url, namespace, timeout_s=TIMEOUT_S, dry=dry))
 
     async def pass_time(self, ms: int) -> None:
         await asyncio.sleep(ms / 1000)

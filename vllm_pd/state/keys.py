@@ -71,7 +71,7 @@ class Keys:
         return f"{self._tag(pool)}:inflight"
 
     def roles(self, pool: PoolId) -> str:
-        """HASH with a time to live: worker id -> `<end ms>:<epoch>:<wanted role>`."""
+        """HASH with a time to live: worker id -> `<end ms>:<epoch>:<wanted role>:<timeout ms>:<who>:<id>`."""
         return f"{self._tag(pool)}:roles"
 
     def prefill(self, pool: PoolId, worker: WorkerId | None) -> str:
@@ -129,6 +129,22 @@ class Keys:
     def tokenizer(self, pool: PoolId, sha: str) -> str:
         """STRING with a time to live: msgpack of `TokenizerFiles` whose hex SHA-256 is `sha`."""
         return f"{self._tag(pool)}:tokenizer:{sha}"
+
+    def demand(self, pool: PoolId) -> str:
+        """HASH with a time to live: router id -> `<end ms>:<msgpack DemandReport>`."""
+        return f"{self._tag(pool)}:demand"
+
+    def planner(self, pool: PoolId) -> str:
+        """HASH with a time to live: which planner leads, in which term, until when."""
+        return f"{self._tag(pool)}:planner"
+
+    def plan_memory(self, pool: PoolId) -> str:
+        """HASH with a time to live: `memory` of the leading planner, and its newest step (`newest`)."""
+        return f"{self._tag(pool)}:plan_memory"
+
+    def plans(self, pool: PoolId) -> str:
+        """STREAM with a time to live and a bounded length: field `s` of an entry is a step that is worth keeping."""
+        return f"{self._tag(pool)}:plans"
 
     def _tag(self, pool: PoolId) -> str:
         return f"{{pd:{self.namespace}:{pool}}}"

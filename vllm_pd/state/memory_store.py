@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from vllm_pd.state.base import Epoch, PoolId, RouterWork, TokenizerFiles, WorkerId, WorkerLoad, WorkerRecord
 from vllm_pd.state.block_index import Holder, Position, StreamEntry
+from vllm_pd.state.demand import DemandReport
 from vllm_pd.state.prefill_queue import Claimant, DeadJob, JobId, JobResult, PrefillJob
 from vllm_pd.state.roles import WantedRole
 
@@ -150,6 +151,18 @@ def _fresh(lists: dict[_Key, list[tuple[_Item, float]]], now: float) -> dict[_Ke
 
 
 @dataclass(slots=True)
+class MemoryPlanner:
+    """What planners of a pool keep; times are ms of the store's clock."""
+
+    planner: str = ""
+    term: int = 0
+    ends: float = 0.0
+    memory: tuple[bytes, float] | None = None
+    newest: tuple[bytes, float] | None = None
+    journal: deque[tuple[bytes, float]] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
 class Namespace:
     """Values with the time (ms of the store's clock) at which each ends."""
 
@@ -159,6 +172,9 @@ class Namespace:
     loads: dict[tuple[PoolId, WorkerId], dict[int, tuple[dict[int, WorkerLoad], float]]] = field(default_factory=dict)
     inflight: dict[tuple[PoolId, str], tuple[dict[WorkerId, RouterWork], float]] = field(default_factory=dict)
     roles: dict[tuple[PoolId, WorkerId], tuple[WantedRole, float]] = field(default_factory=dict)
+    demand: dict[tuple[PoolId, str], tuple[DemandReport, float]] = field(default_factory=dict)
+    planners: dict[tuple[PoolId, bool], MemoryPlanner] = field(default_factory=dict)
+    """By pool, and whether they only try out."""
     tokenizers: dict[tuple[PoolId, str], tuple[TokenizerFiles, float]] = field(default_factory=dict)
     caches: dict[tuple[PoolId, Holder, Epoch], MemoryCache] = field(default_factory=dict)
     events: dict[PoolId, MemoryStream] = field(default_factory=dict)
@@ -175,6 +191,7 @@ class Namespace:
         self.workers = {key: value for key, value in self.workers.items() if value[1] > now}
         self.inflight = {key: value for key, value in self.inflight.items() if value[1] > now}
         self.roles = {key: value for key, value in self.roles.items() if value[1] > now}
+        self.demand = {key: value for key, value in self.demand.items() if value[1] > now}
         self.tokenizers = {key: value for key, value in self.tokenizers.items() if value[1] > now}
         self.caches = {key: cache for key, cache in self.caches.items() if cache.ends > now}
         for queue in self.queues.values():

@@ -6,11 +6,15 @@ from vllm_pd.errors import SettingsError
 from vllm_pd.layered import nearest
 from vllm_pd.state.base import Registry
 from vllm_pd.state.block_index import BlockIndex
+from vllm_pd.state.demand import DemandBoard
 from vllm_pd.state.memory_block_index import MemoryBlockIndex
+from vllm_pd.state.memory_demand import MemoryDemandBoard
+from vllm_pd.state.memory_planner_board import MemoryPlannerBoard
 from vllm_pd.state.memory_prefill_queue import MemoryPrefillQueue
 from vllm_pd.state.memory_registry import MemoryRegistry
 from vllm_pd.state.memory_roles import MemoryRoles
 from vllm_pd.state.memory_store import MemoryStore
+from vllm_pd.state.planner_board import PlannerBoard
 from vllm_pd.state.prefill_queue import PrefillQueue, QueueLimits
 from vllm_pd.state.roles import Roles
 from vllm_pd.state.store_url import REDIS_SCHEMES, address_of
@@ -68,6 +72,26 @@ def open_prefill_queue(
     from vllm_pd.state.redis_prefill_queue import RedisPrefillQueue
 
     return RedisPrefillQueue(url, namespace, limits=limits, timeout_s=timeout_s)
+
+
+def open_demand(url: str, namespace: str, *, timeout_s: float = 0.5) -> DemandBoard:
+    """The routers' demand reports behind `url`; otherwise as `open_registry`."""
+    memory = memory_store(url)
+    if memory is not None:
+        return MemoryDemandBoard(namespace, memory)
+    from vllm_pd.state.redis_demand import RedisDemandBoard
+
+    return RedisDemandBoard(url, namespace, timeout_s=timeout_s)
+
+
+def open_planner_board(url: str, namespace: str, *, timeout_s: float = 0.5, dry: bool = False) -> PlannerBoard:
+    """What planners share behind `url`, those that act or (`dry`) those that only try out; as `open_registry`."""
+    memory = memory_store(url)
+    if memory is not None:
+        return MemoryPlannerBoard(namespace, memory, dry=dry)
+    from vllm_pd.state.redis_planner_board import RedisPlannerBoard
+
+    return RedisPlannerBoard(url, namespace, timeout_s=timeout_s, dry=dry)
 
 
 def memory_store(url: str) -> MemoryStore | None:
