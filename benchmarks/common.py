@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,6 +95,18 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def end_in_order() -> None:
+    """Have SIGTERM end this process as Ctrl-C does: servers that it started are ended and files removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def scratch_folder() -> Path:
+    """For files and logs of a run, on the disk of the current folder: the one for temporary files may be memory."""
+    folder = Path(".cache", "benchmarks").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """Nearest-rank percentile of a non-empty sequence, `percent` from 0 to 100."""
     ordered = sorted(values)
@@ -150,7 +163,11 @@ def progress(message: str) -> None:
 
 
 def parse_arguments(description: str, argv: Sequence[str] | None, extra: Iterable[str] = ()) -> argparse.Namespace:
-    """The flags that every benchmark has: `--json` and `--quick`. `extra` are names of further on/off flags."""
+    """The flags that every benchmark has: `--json` and `--quick`. `extra` are names of further on/off flags.
+
+    From then on SIGTERM ends the benchmark in order.
+    """
+    end_in_order()
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--quick", action="store_true", help="fewer requests, under two minutes")

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.common import Report, progress
+from benchmarks.common import Report, end_in_order, progress
 
 PARTS = ("offload_copy", "offload_io", "offload_hits", "offload_admission", "offload_misses", "offload_ttft")
 """Modules here with `NAME: str` and `run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]`."""
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--part", action="append", choices=list(names), help="only this part; can be given several times"
     )
     args = parser.parse_args(argv)
+    end_in_order()
     report = Report("offload")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 2:

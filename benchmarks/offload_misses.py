@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Target, progress
+from benchmarks.common import Target, progress, scratch_folder
 from benchmarks.offload_peers import NOTHING, OURS, Sizes, System, running
 from benchmarks.offload_ttft import COLD, DISK, MEMORY, came_from
 from benchmarks.pd_ttft import SETTLE_S, Side, prompt, time_to_first_token
@@ -47,7 +47,7 @@ Seconds = dict[tuple[int, str], list[float]]
 
 def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
     """Both measurements."""
-    with tempfile.TemporaryDirectory(prefix="vllm-pd-offload-", dir=Path.cwd()) as scratch:
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=scratch_folder()) as scratch:
         places = [Path(scratch) / name / part for name in ("throughput", "break-even") for part in ("blocks", "logs")]
         for place in places:
             place.mkdir(parents=True)

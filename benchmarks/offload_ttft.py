@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Target, progress
+from benchmarks.common import Target, progress, scratch_folder
 from benchmarks.offload_peers import LMCACHE, OURS, VLLM, Sizes, System, running
 from benchmarks.pd_ttft import prompt, time_to_first_token
 from scripts.models import tiny_model_dir
@@ -78,7 +78,7 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
     found: Measured = {}
     names = [OURS, VLLM] + ([LMCACHE] if importlib.util.find_spec("lmcache") else [])
     model = tiny_model_dir()
-    with tempfile.TemporaryDirectory(prefix="vllm-pd-offload-", dir=Path.cwd()) as scratch:
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=scratch_folder()) as scratch:
         for name in names:
             place = Path(scratch) / name.split()[0]
             folder, logs = place / "blocks", place / "logs"

@@ -179,8 +179,14 @@ async def sample(cluster: SoakCluster, samples: Samples, outcomes: Outcomes) -> 
     said = 0.0
     while True:
         now = time.monotonic()
+        try:
+            memory, caches = cluster.router_memory(), await asyncio.to_thread(cluster.router_caches)
+        except OSError as e:
+            # A busy router may be late; whether it answers is what the requests show.
+            progress(f"no sample: the router does not show its metrics ({e})")
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            continue
         samples.at.append(now)
-        memory, caches = cluster.router_memory(), await asyncio.to_thread(cluster.router_caches)
         samples.mib.append(memory)
         samples.own.append(memory - caches)
         samples.files.append(cluster.router_files())
