@@ -97,8 +97,8 @@ class PlannerMetrics:
         )
         self._actions = Counter(
             f"{PREFIX}_actions_total",
-            "What was decided to be done (move, add, remove, give_up), by the role that it is about (of a move: the new "
-            "one) and what came of it.",
+            "What was decided to be done (move, add, remove, give_up), by the role that it is about (of a move: the "
+            "new one) and what came of it.",
             ["pool", "action", "role", "outcome"],
             registry=registry,
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_pd.routing.model import Rates
+from vllm_pd.routing.speed import Rates
 from vllm_pd.state.base import PoolId
 
 BOUNDS_S = tuple(0.001 * 10 ** (step / 8) for step in range(42))
