@@ -288,17 +288,12 @@ class Cluster:
             kv_blocks=192,
             args=(*WORKER_ARGS, "--max-num-seqs", str(SEQUENCES), *self._worker_args),
         )
-        worker = WorkerSpec(name, role, index, port, env=env)
+        worker = WorkerSpec(name, role, port, env=env)
+        place = machine.even_place(self._machine, index, self._total)
         command = commands.worker_command(
-            worker,
-            engine,
-            self._machine,
-            programs=self._programs,
-            workers=self._total,
-            store=self.store_url,
-            namespace="default",
+            worker, engine, place, programs=self._programs, store=self.store_url, namespace="default"
         )
-        return command, commands.worker_env(worker, engine, self._machine, inherited=os.environ)
+        return command, commands.worker_env(worker, engine, place, inherited=os.environ)
 
 
 def _command(pid: int) -> str:

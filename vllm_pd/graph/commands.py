@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_pd.graph.machine import Machine
+from vllm_pd.graph.machine import Place
 from vllm_pd.graph.ports import LOOPBACK
 from vllm_pd.settings import CONNECTOR
 from vllm_pd.state.base import Role
 
 SETTINGS_PREFIX = "VLLM_PD_"
 SHUTDOWN_TIMEOUT_S = 15
-_SHARED_GPU_FRACTION = 0.8
 _CPU_KV_BYTES = 1 << 30
 
 
@@ -23,17 +22,19 @@ class EngineSpec:
 
     Attributes:
         model: folder or hub name.
-        max_model_len: longest sequence in tokens.
+        max_model_len: longest sequence in tokens; None leaves it to vLLM.
+        shutdown_timeout_s: what requests under way get to finish at the end; None leaves it to vLLM.
         block_size: tokens per KV block; used on CPUs, which need a multiple of 32.
         kv_blocks: KV blocks per worker; used on CPUs, where vLLM's own choice is gigabytes.
         args: further arguments of `vllm serve`.
     """
 
     model: str
-    max_model_len: int = 2048
+    max_model_len: int | None = 2048
     block_size: int = 32
     kv_blocks: int = 128
     args: tuple[str, ...] = ()
+    shutdown_timeout_s: int | None = SHUTDOWN_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,12 @@ class WorkerSpec:
     """One `vllm serve` process. Without a role it is a plain one, that knows nothing of vllm-pd.
 
     Attributes:
-        index: place in the cluster, from 0; decides which GPU or core it gets.
         args: arguments that only this worker gets, after all others.
         env: variables that only this worker gets.
     """
 
     name: str
     role: Role | None
-    index: int
     port: int
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -75,10 +74,9 @@ class RouterSpec:
 def worker_command(
     worker: WorkerSpec,
     engine: EngineSpec,
-    machine: Machine,
+    place: Place,
     *,
     programs: Path,
-    workers: int,
     store: str,
     namespace: str,
 ) -> list[str]:
@@ -86,15 +84,16 @@ def worker_command(
 
     Args:
         programs: folder that holds the `vllm` program.
-        workers: how many workers share the machine.
         store: URL of the store; empty for none.
     """
     command = [str(programs / "vllm"), "serve", engine.model, "--host", LOOPBACK, "--port", str(worker.port)]
-    command += ["--max-model-len", str(engine.max_model_len), "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
-    if machine.has_gpu:
-        per_gpu = -(-workers // len(machine.gpus))
-        if per_gpu > 1:
-            command += ["--gpu-memory-utilization", f"{_SHARED_GPU_FRACTION / per_gpu:.2f}"]
+    if engine.max_model_len is not None:
+        command += ["--max-model-len", str(engine.max_model_len)]
+    if engine.shutdown_timeout_s is not None:
+        command += ["--shutdown-timeout", str(engine.shutdown_timeout_s)]
+    if place.gpus:
+        if place.memory_fraction is not None:
+            command += ["--gpu-memory-utilization", f"{place.memory_fraction:.2f}"]
     else:
         # Compiling takes over a minute at each start and gains nothing for small models on a CPU.
         command += ["--enforce-eager", "--block-size", str(engine.block_size)]
@@ -108,19 +107,17 @@ def worker_command(
     return [*command, *engine.args, *worker.args]
 
 
-def worker_env(
-    worker: WorkerSpec, engine: EngineSpec, machine: Machine, *, inherited: Mapping[str, str]
-) -> dict[str, str]:
+def worker_env(worker: WorkerSpec, engine: EngineSpec, place: Place, *, inherited: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of one worker. Settings of vllm-pd in the launcher's environment do not leak into it."""
     env = {key: value for key, value in inherited.items() if not key.startswith(SETTINGS_PREFIX)}
     env |= {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if Path(engine.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
-    if machine.has_gpu:
-        env["CUDA_VISIBLE_DEVICES"] = machine.gpus[worker.index % len(machine.gpus)]
+    if place.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
     else:
-        # One core each: OpenMP threads of two workers on one core spin against each other.
-        env["VLLM_CPU_OMP_THREADS_BIND"] = str(machine.cores[worker.index % len(machine.cores)])
+        # Cores of its own: OpenMP threads of two workers on one core spin against each other.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, place.cores))
     return env | dict(worker.env)
 
 
@@ -142,11 +139,3 @@ def router_env(router: RouterSpec, *, inherited: Mapping[str, str]) -> dict[str,
     """The whole environment of the router."""
     env = {key: value for key, value in inherited.items() if not key.startswith(SETTINGS_PREFIX)}
     return env | {"PYTHONUNBUFFERED": "1"} | dict(router.env)
-
-
-def start_wave(worker: WorkerSpec, machine: Machine) -> int:
-    """When to start it: workers of one wave start together, a wave after the one before is ready.
-
-    vLLM measures free GPU memory at start; two that do so on one GPU at once would count each other's.
-    """
-    return worker.index // len(machine.gpus) if machine.has_gpu else 0

@@ -143,8 +143,8 @@ class LocalCluster:
         roles = [(role, n) for role, count in counts for n in range(count)]
         ports = free_ports(len(roles) + 1)
         self._planned = [
-            WorkerSpec(f"{role or 'plain'}-{n}", role, index, port, env=self._env)
-            for index, ((role, n), port) in enumerate(zip(roles, ports, strict=False))
+            WorkerSpec(f"{role or 'plain'}-{n}", role, port, env=self._env)
+            for (role, n), port in zip(roles, ports, strict=False)
         ]
         with_router = has_roles if router is None else router
         self._router_spec = RouterSpec(ports[-1], args=tuple(router_args)) if with_router else None
@@ -204,7 +204,7 @@ class LocalCluster:
             if self.store is not None:
                 self.store.start()
             started = time.monotonic()
-            waves = [commands.start_wave(spec, self.machine) for spec in self._planned]
+            waves = [machine.start_wave(self.machine, index) for index in range(len(self._planned))]
             for wave in sorted(set(waves)):
                 group = [self._launch(spec) for spec, its in zip(self._planned, waves, strict=True) if its == wave]
                 _wait({worker.process: worker.health_url for worker in group}, started, deadline_s, progress)
@@ -228,9 +228,8 @@ class LocalCluster:
         deadline_s: float = DEFAULT_START_DEADLINE_S,
     ) -> LocalWorker:
         """Start one more worker and wait until it answers. Raises ProcessError."""
-        index = len(self.workers)
         name = f"{role or 'plain'}-{len(self.of_role(role))}"
-        spec = WorkerSpec(name, role, index, free_ports(1)[0], tuple(args), self._env | dict(env or {}))
+        spec = WorkerSpec(name, role, free_ports(1)[0], tuple(args), self._env | dict(env or {}))
         worker = self._launch(spec)
         _wait({worker.process: worker.health_url}, time.monotonic(), deadline_s)
         return worker
@@ -290,16 +289,12 @@ class LocalCluster:
         self.stop()
 
     def _launch(self, spec: WorkerSpec) -> LocalWorker:
+        index = len(self.workers)
+        place = machine.even_place(self.machine, index, max(len(self._planned), index + 1))
         command = commands.worker_command(
-            spec,
-            self.engine,
-            self.machine,
-            programs=self.programs,
-            workers=max(len(self._planned), spec.index + 1),
-            store=self.store_url,
-            namespace=self.namespace,
+            spec, self.engine, place, programs=self.programs, store=self.store_url, namespace=self.namespace
         )
-        env = commands.worker_env(spec, self.engine, self.machine, inherited=os.environ)
+        env = commands.worker_env(spec, self.engine, place, inherited=os.environ)
         worker = LocalWorker(spec, self._process(spec.name, command, env))
         # Known before it runs, so that an interruption right after the start still ends it.
         self.workers.append(worker)

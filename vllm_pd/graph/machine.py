@@ -1,12 +1,18 @@
-"""What this machine offers to workers: GPUs, or processor cores when it has none."""
+"""What this machine offers to workers: GPUs, or processor cores when it has none; and who gets what of it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from vllm_pd.errors import GraphError
+
 _QUERY_TIMEOUT_S = 60.0
+_SHARED_GPU_FRACTION = 0.8
+# Fractions such as a third do not add up exactly.
+_SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +31,86 @@ class Machine:
     def has_gpu(self) -> bool:
         return bool(self.gpus)
 
+    def __str__(self) -> str:
+        return f"{len(self.gpus)} GPU(s)" if self.has_gpu else f"{len(self.cores)} CPU core(s), no GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What part of a machine one worker gets: GPUs, or cores where there are none.
+
+    Attributes:
+        share: of its GPU, when others use it too; 1 has it alone.
+    """
+
+    gpus: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+    share: float = 1.0
+
+    @property
+    def memory_fraction(self) -> float | None:
+        """What vLLM may take of a shared GPU's memory; None leaves it to vLLM."""
+        return _SHARED_GPU_FRACTION * self.share if self.gpus and self.share < 1 else None
+
+    def __str__(self) -> str:
+        if self.gpus:
+            part = f" ({self.share:.0%})" if self.share < 1 else ""
+            return f"GPU {','.join(self.gpus)}{part}"
+        return f"core {','.join(map(str, self.cores))}" if self.cores else ""
+
 
 def detect() -> Machine:
     """Look at this machine. A CUDA_VISIBLE_DEVICES in the environment is respected."""
     return Machine(cores=tuple(sorted(os.sched_getaffinity(0))), gpus=_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def even_place(machine: Machine, index: int, workers: int) -> Place:
+    """For worker `index` of so many that share the machine evenly, several on a GPU if need be."""
+    if machine.has_gpu:
+        per_gpu = -(-workers // len(machine.gpus))
+        return Place(gpus=(machine.gpus[index % len(machine.gpus)],), share=1 / per_gpu)
+    return Place(cores=(machine.cores[index % len(machine.cores)],))
+
+
+def start_wave(machine: Machine, index: int) -> int:
+    """When to start worker `index` of those that share the machine evenly: workers of one wave start together, a wave
+    after the one before is ready.
+
+    vLLM measures free GPU memory at start; two that do so on one GPU at once would count each other's.
+    """
+    return index // len(machine.gpus) if machine.has_gpu else 0
+
+
+def free_place(machine: Machine, taken: Iterable[Place], *, gpus: float, cores: int) -> Place:
+    """For one more worker beside those at `taken`, that wants so many GPUs, or so many cores where there are none.
+
+    GPUs are given away once, except in fractions. Cores are shared when they run out: a machine without GPUs is for
+    trying things out.
+
+    Raises:
+        GraphError: there are not enough; the message says how many are free.
+    """
+    taken = list(taken)
+    if not machine.has_gpu:
+        if cores > len(machine.cores):
+            raise GraphError(f"it wants {cores} cores and this machine has {len(machine.cores)}; lower cores")
+        users = {core: sum(core in place.cores for place in taken) for core in machine.cores}
+        chosen = sorted(machine.cores, key=lambda core: (users[core], core))[:cores]
+        return Place(cores=tuple(sorted(chosen)))
+    used = {gpu: sum(place.share for place in taken if gpu in place.gpus) for gpu in machine.gpus}
+    if gpus < 1:
+        # The fullest one that has room: whole ones stay whole.
+        fitting = [gpu for gpu in machine.gpus if used[gpu] + gpus <= 1 + _SLACK]
+        if not fitting:
+            raise GraphError(f"it wants {gpus:g} of a GPU and no GPU has that left; lower counts or gpus")
+        return Place(gpus=(max(fitting, key=lambda gpu: used[gpu]),), share=gpus)
+    free = [gpu for gpu in machine.gpus if not used[gpu]]
+    if len(free) < gpus:
+        raise GraphError(
+            f"it wants {gpus:g} GPU(s), and {len(free)} of {len(machine.gpus)} are free; lower counts, or have workers "
+            "share a GPU (gpus: 0.5)"
+        )
+    return Place(gpus=tuple(free[: int(gpus)]))
 
 
 def _gpus(visible: str | None) -> tuple[str, ...]:
