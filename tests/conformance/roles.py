@@ -70,8 +70,9 @@ class RolesConformance:
         await roles.set(POOL.id, B, away, LEASE_MS)
         await roles.set(POOL.id, C, WantedRole(Role.BOTH, OLD), LEASE_MS)
         assert await roles.set_unless_last(POOL.id, A, away, LEASE_MS, stays) is Wished.WISHED
-        await roles.set(POOL.id, B, WantedRole(Role.PREFILL, NEW), 40)
+        await roles.set(POOL.id, B, WantedRole(Role.PREFILL, NEW), LEASE_MS)
         assert await roles.set_unless_last(POOL.id, A, away, LEASE_MS, stays) is Wished.LAST
+        await roles.set(POOL.id, B, WantedRole(Role.PREFILL, NEW), 40)
         await harness.pass_time(60)
         assert await roles.set_unless_last(POOL.id, A, away, LEASE_MS, stays) is Wished.WISHED
         old = WantedRole(Role.PREFILL, Epoch(OLD - 1))

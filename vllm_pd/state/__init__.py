@@ -7,11 +7,13 @@ conformance suite (`tests/conformance/`) runs on both.
 from vllm_pd.state.base import (
     Epoch,
     HeartbeatResult,
+    MoveState,
     PoolId,
     PoolSpec,
     Registry,
     RegistrySnapshot,
     Role,
+    RoleMove,
     RouterWork,
     TokenizerFiles,
     WorkerId,
@@ -52,7 +54,7 @@ from vllm_pd.state.prefill_queue import (
     QueueDepth,
     QueueLimits,
 )
-from vllm_pd.state.roles import Roles, WantedRole
+from vllm_pd.state.roles import Roles, WantedRole, Wished
 
 __all__ = [
     "START",
@@ -77,6 +79,7 @@ __all__ = [
     "MemoryRegistry",
     "MemoryRoles",
     "MemoryStore",
+    "MoveState",
     "Packed",
     "PoolId",
     "PoolSpec",
@@ -88,12 +91,14 @@ __all__ = [
     "Registry",
     "RegistrySnapshot",
     "Role",
+    "RoleMove",
     "Roles",
     "RouterWork",
     "StreamEntry",
     "Tier",
     "TokenizerFiles",
     "WantedRole",
+    "Wished",
     "WorkerId",
     "WorkerLoad",
     "WorkerRecord",

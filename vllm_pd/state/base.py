@@ -68,6 +68,8 @@ class RoleMove:
     """When it came into this state, the worker's clock, milliseconds since 1970."""
     took_ms: int = 0
     """From obeying the wish to the end of it; 0 while it lasts."""
+    hand_over: bool = False
+    """While it drains: routers are to have other workers go on with what it has begun, where that is exact."""
     detail: str = ""
     """Why it was undone, or what it waits for."""
 
@@ -260,6 +262,10 @@ class Registry(Protocol):
 
     async def snapshot(self) -> RegistrySnapshot:
         """All live workers. A worker whose lease ran out is absent even if nobody removed it."""
+
+    async def find(self, worker: WorkerId, pool: PoolId) -> WorkerState | None:
+        """One worker, None unless it is alive; what routers have sent it (`others`) is left out. It costs the same in a
+        cluster of any size."""
 
     async def put_tokenizer(self, pool: PoolId, files: TokenizerFiles, ttl_ms: int) -> str:
         """Store the files once per content, (re)starting their time to live. Returns the hex SHA-256."""

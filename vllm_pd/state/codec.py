@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from vllm_pd.state.base import (
+    Epoch,
     RegistrySnapshot,
+    Role,
     RouterWork,
     TokenizerFiles,
     WorkerId,
@@ -19,6 +21,7 @@ from vllm_pd.state.base import (
     WorkerRecord,
     WorkerState,
 )
+from vllm_pd.state.roles import WantedRole
 
 _record_decoder = msgspec.json.Decoder(WorkerRecord)
 _loads_decoder = msgspec.msgpack.Decoder(dict[int, WorkerLoad])
@@ -51,6 +54,19 @@ def encode_work(work: Mapping[WorkerId, RouterWork]) -> bytes:
 def decode_work(data: bytes) -> dict[WorkerId, RouterWork]:
     """Raises ValueError when `data` is not a router's work."""
     return {WorkerId(worker): RouterWork(*each) for worker, each in _work_decoder.decode(data).items()}
+
+
+def encode_wish(wanted: WantedRole) -> str:
+    """A wish from its role on; its end and its epoch stand before it. Raises ValueError when `by` has a colon."""
+    if ":" in wanted.by:
+        raise ValueError(f"who wishes must be named without a colon, not {wanted.by!r}")
+    return f"{wanted.role}:{wanted.timeout_ms}:{wanted.by}:{wanted.id}"
+
+
+def decode_wish(data: bytes) -> tuple[int, WantedRole]:
+    """When it ends, ms of the store's clock, and the wish. Raises ValueError when `data` is none."""
+    ends, epoch, role, timeout_ms, by, id = data.decode().split(":", 5)
+    return int(ends), WantedRole(Role(role), Epoch(int(epoch)), id, by, int(timeout_ms))
 
 
 def encode_tokenizer(files: TokenizerFiles) -> bytes:

@@ -84,6 +84,16 @@ class MemoryRegistry:
                 for key, (record, ends) in space.workers.items()
             )
 
+    async def find(self, worker: WorkerId, pool: PoolId) -> WorkerState | None:
+        with self._store.lock:
+            space = self._store.namespace(self._namespace)
+            stored = space.workers.get((pool, worker))
+            if stored is None:
+                return None
+            record, ends = stored
+            loads = merge_loads(entry for entry, _ in space.loads.get((pool, worker), {}).values())
+            return WorkerState(record, int(ends - self._store.now_ms()), loads)
+
     async def put_tokenizer(self, pool: PoolId, files: TokenizerFiles, ttl_ms: int) -> str:
         sha = files.sha
         with self._store.lock:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vllm_pd.state.base import Epoch, PoolId, WorkerId
+from vllm_pd.state.base import Epoch, PoolId, Role, WorkerId
 from vllm_pd.state.keys import check_namespace
-from vllm_pd.state.memory_store import MemoryStore
-from vllm_pd.state.roles import WantedRole
+from vllm_pd.state.memory_store import MemoryStore, Namespace
+from vllm_pd.state.roles import AWAY_FROM, Stays, WantedRole, Wished
 
 
 class MemoryRoles:
@@ -18,27 +18,46 @@ class MemoryRoles:
         self._store = store or MemoryStore()
 
     async def set(self, pool: PoolId, worker: WorkerId, wanted: WantedRole, ttl_ms: int) -> bool:
+        return await self.set_unless_last(pool, worker, wanted, ttl_ms, {}) is Wished.WISHED
+
+    async def set_unless_last(
+        self, pool: PoolId, worker: WorkerId, wanted: WantedRole, ttl_ms: int, stays: Stays
+    ) -> Wished:
         with self._store.lock:
             space = self._store.namespace(self._namespace)
             stored = space.roles.get((pool, worker))
             if stored is not None and stored[0].epoch > wanted.epoch:
-                return False
+                return Wished.OLD
+            for kind, members in stays.items():
+                if all(_is_away(space, pool, *member, kind) for member in members):
+                    return Wished.LAST
             space.roles[(pool, worker)] = (wanted, self._store.now_ms() + ttl_ms)
-        return True
+        return Wished.WISHED
 
     async def get(self, pool: PoolId) -> Mapping[WorkerId, WantedRole]:
         with self._store.lock:
             roles = self._store.namespace(self._namespace).roles
             return {worker: wanted for (of, worker), (wanted, _) in roles.items() if of == pool}
 
-    async def clear(self, pool: PoolId, worker: WorkerId, epoch: Epoch) -> bool:
+    async def of(self, pool: PoolId, worker: WorkerId) -> WantedRole | None:
+        with self._store.lock:
+            stored = self._store.namespace(self._namespace).roles.get((pool, worker))
+        return stored[0] if stored is not None else None
+
+    async def clear(self, pool: PoolId, worker: WorkerId, epoch: Epoch, id: str = "") -> bool:
         with self._store.lock:
             space = self._store.namespace(self._namespace)
             stored = space.roles.get((pool, worker))
-            if stored is None or stored[0].epoch != epoch:
+            if stored is None or stored[0].epoch != epoch or (id and stored[0].id != id):
                 return False
             del space.roles[(pool, worker)]
         return True
 
     async def close(self) -> None:
         return None
+
+
+def _is_away(space: Namespace, pool: PoolId, worker: WorkerId, epoch: Epoch, kind: Role) -> bool:
+    """Whether a wish takes this start of the worker away from this kind of work."""
+    stored = space.roles.get((pool, worker))
+    return stored is not None and stored[0].epoch >= epoch and stored[0].role is AWAY_FROM[kind]

@@ -145,6 +145,20 @@ class RedisRegistry:
         self._calls.report(bad)
         return codec.assemble(states)
 
+    async def find(self, worker: WorkerId, pool: PoolId) -> WorkerState | None:
+        keys = (self.keys.workers(pool), self.keys.worker(pool, worker), self.keys.load(pool, worker))
+        async with self._calls.answer():
+            reply = await self._client.eval(scripts.FIND, len(keys), *keys, worker)
+        if not reply:
+            return None
+        now, ends, data, flat = reply
+        record = _decode_record(data, pool, worker)
+        entries, unreadable = _fresh_fields(dict(zip(flat[0::2], flat[1::2], strict=True)), float(now), _decode_load)
+        self._calls.report([keys[1]] * (record is None) + [keys[2]] * unreadable)
+        if record is None:
+            return None
+        return WorkerState(record, int(float(ends) - float(now)), codec.merge_loads(entries))
+
     async def put_tokenizer(self, pool: PoolId, files: TokenizerFiles, ttl_ms: int) -> str:
         sha = files.sha
         key = self.keys.tokenizer(pool, sha)

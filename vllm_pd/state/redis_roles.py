@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from vllm_pd.state import scripts
-from vllm_pd.state.base import Epoch, PoolId, Role, WorkerId
+from vllm_pd.state.base import Epoch, PoolId, WorkerId
+from vllm_pd.state.codec import decode_wish, encode_wish
 from vllm_pd.state.keys import Keys
 from vllm_pd.state.redis_calls import RedisCalls
-from vllm_pd.state.roles import WantedRole
+from vllm_pd.state.roles import AWAY_FROM, Stays, WantedRole, Wished
+
+_NOBODY_NEEDED: Stays = MappingProxyType({})
 
 
 class RedisRoles:
@@ -33,10 +37,17 @@ class RedisRoles:
         return self._calls.malformed_total
 
     async def set(self, pool: PoolId, worker: WorkerId, wanted: WantedRole, ttl_ms: int) -> bool:
-        args = (worker, wanted.epoch, ttl_ms, wanted.role)
+        return await self.set_unless_last(pool, worker, wanted, ttl_ms, _NOBODY_NEEDED) is Wished.WISHED
+
+    async def set_unless_last(
+        self, pool: PoolId, worker: WorkerId, wanted: WantedRole, ttl_ms: int, stays: Stays
+    ) -> Wished:
+        args: list[str | int] = [worker, wanted.epoch, ttl_ms, encode_wish(wanted)]
+        for kind, members in stays.items():
+            args += [AWAY_FROM[kind], len(members), *(value for member in members for value in member)]
         async with self._calls.answer():
-            done: int = await self._calls.client.eval(scripts.SET_ROLE, 1, self._keys.roles(pool), *args)
-        return bool(done)
+            reply: bytes = await self._calls.client.eval(scripts.SET_ROLE, 1, self._keys.roles(pool), *args)
+        return Wished(reply.decode())
 
     async def get(self, pool: PoolId) -> Mapping[WorkerId, WantedRole]:
         key = self._keys.roles(pool)
@@ -45,17 +56,30 @@ class RedisRoles:
         wishes, bad = {}, []
         for worker, value in zip(flat[0::2], flat[1::2], strict=True):
             try:
-                ends, epoch, role = value.decode().split(":")
-                if int(ends) > int(now):
-                    wishes[WorkerId(worker.decode())] = WantedRole(Role(role), Epoch(int(epoch)))
+                ends, wanted = decode_wish(value)
+                if ends > int(now):
+                    wishes[WorkerId(worker.decode())] = wanted
             except ValueError:
                 bad.append(f"{key} {worker!r}")
         self._calls.report(bad)
         return wishes
 
-    async def clear(self, pool: PoolId, worker: WorkerId, epoch: Epoch) -> bool:
+    async def of(self, pool: PoolId, worker: WorkerId) -> WantedRole | None:
+        key = self._keys.roles(pool)
         async with self._calls.answer():
-            done: int = await self._calls.client.eval(scripts.CLEAR_ROLE, 1, self._keys.roles(pool), worker, epoch)
+            now, value = await self._calls.client.eval(scripts.FIELD, 1, key, worker)
+        if value is None:
+            return None
+        try:
+            ends, wanted = decode_wish(value)
+        except ValueError:
+            self._calls.report([f"{key} {worker}"])
+            return None
+        return wanted if ends > int(now) else None
+
+    async def clear(self, pool: PoolId, worker: WorkerId, epoch: Epoch, id: str = "") -> bool:
+        async with self._calls.answer():
+            done: int = await self._calls.client.eval(scripts.CLEAR_ROLE, 1, self._keys.roles(pool), worker, epoch, id)
         return bool(done)
 
     async def close(self) -> None:

@@ -6,8 +6,9 @@ restart begins with the role it was started with, and a planner that looked long
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from vllm_pd.state.base import Epoch, PoolId, Role, WorkerId
@@ -27,6 +28,23 @@ class WantedRole:
     """How long the move may take before it is undone; 0: as long as the worker's settings say."""
 
 
+class Wished(StrEnum):
+    """What became of a wish that was to leave somebody of each kind where they are."""
+
+    WISHED = "wished"
+    OLD = "old"
+    """There is a wish for a newer epoch; nothing was changed."""
+    LAST = "last"
+    """Nobody of some kind would be left; nothing was changed."""
+
+
+AWAY_FROM: Mapping[Role, Role] = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+"""By kind of work: the role that takes a worker away from it."""
+
+Stays = Mapping[Role, Sequence[tuple[WorkerId, Epoch]]]
+"""By `PREFILL` and `DECODE`: the workers that do this and are not on their way to something else."""
+
+
 class Roles(Protocol):
     """Deadlines and errors as for `Registry`."""
 
@@ -36,14 +54,21 @@ class Roles(Protocol):
         Returns False, changing nothing, when a wish for a newer epoch is there.
         """
 
+    async def set_unless_last(
+        self, pool: PoolId, worker: WorkerId, wanted: WantedRole, ttl_ms: int, stays: Stays
+    ) -> Wished:
+        """`set`, but only if of each kind that `stays` names somebody is not wished away from it. Atomic: of two who
+        at once wish the last two workers of a kind away, one is refused."""
+
     async def get(self, pool: PoolId) -> Mapping[WorkerId, WantedRole]:
         """All wishes that have not ended. Unreadable ones are skipped and counted."""
 
     async def of(self, pool: PoolId, worker: WorkerId) -> WantedRole | None:
         """The wish for one worker. Its agent asks again and again, so it costs the same in a cluster of any size."""
 
-    async def clear(self, pool: PoolId, worker: WorkerId, epoch: Epoch) -> bool:
-        """Take a wish back if it is for this epoch. Returns whether it was there. Idempotent."""
+    async def clear(self, pool: PoolId, worker: WorkerId, epoch: Epoch, id: str = "") -> bool:
+        """Take a wish back if it is for this epoch and, where an `id` is given, has it. Returns whether it was there.
+        Idempotent."""
 
     async def close(self) -> None:
         """Release connections. Idempotent."""

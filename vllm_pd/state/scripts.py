@@ -110,30 +110,76 @@ return 1
 
 SET_ROLE = (
     """
--- KEYS: roles. ARGV: worker, epoch, ttl ms, role.
+-- KEYS: roles. ARGV: worker, epoch, ttl ms, the rest of the wish from its role on; then for each kind of which somebody
+-- must stay: the role that takes one away from it, how many may stay, and worker and epoch of each.
 """
     + _NOW
     + """
 local lease = tonumber(ARGV[3])
-local ends, epoch = string.match(redis.call('HGET', KEYS[1], ARGV[1]) or '', '^(%d+):(%d+):')
-if ends and tonumber(ends) > now and tonumber(epoch) > tonumber(ARGV[2]) then return 0 end
+local function wish(worker)
+  local ends, epoch, role = string.match(redis.call('HGET', KEYS[1], worker) or '', '^(%d+):(%d+):(%a+)')
+  if ends and tonumber(ends) > now then return tonumber(epoch), role end
+end
+local epoch = wish(ARGV[1])
+if epoch and epoch > tonumber(ARGV[2]) then return 'old' end
+local at = 5
+while at <= #ARGV do
+  local away, last = ARGV[at], at + 1 + 2 * tonumber(ARGV[at + 1])
+  local stays = false
+  for i = at + 2, last, 2 do
+    local wished, role = wish(ARGV[i])
+    if not wished or wished < tonumber(ARGV[i + 1]) or role ~= away then
+      stays = true
+      break
+    end
+  end
+  if not stays then return 'last' end
+  at = last + 1
+end
 redis.call('HSET', KEYS[1], ARGV[1], ms(now + lease) .. ':' .. ARGV[2] .. ':' .. ARGV[4])
 """
     + _KEEP_SET
     + _DROP_ENDED_FIELDS
     + """
-return 1
+return 'wished'
 """
 )
-"""Wish for a role unless there is a wish for a newer epoch; answers 1 if it did."""
+"""Wish for a role, unless there is a wish for a newer epoch or nobody of a kind would stay; answers a `Wished`."""
 
 CLEAR_ROLE = """
--- KEYS: roles. ARGV: worker, epoch.
-local epoch = string.match(redis.call('HGET', KEYS[1], ARGV[1]) or '', '^%d+:(%d+):')
+-- KEYS: roles. ARGV: worker, epoch, id or ''.
+local epoch, rest = string.match(redis.call('HGET', KEYS[1], ARGV[1]) or '', '^%d+:(%d+):(.*)$')
 if epoch ~= ARGV[2] then return 0 end
+if ARGV[3] ~= '' and string.match(rest, '^%a+:%d+:[^:]*:(.*)$') ~= ARGV[3] then return 0 end
 return redis.call('HDEL', KEYS[1], ARGV[1])
 """
-"""Take a wish back if it is for this epoch; answers 1 if it did."""
+"""Take a wish back if it is for this epoch, and this one; answers 1 if it did."""
+
+FIELD = (
+    """
+-- KEYS: a HASH. ARGV: a field.
+"""
+    + _NOW
+    + """
+return {ms(now), redis.call('HGET', KEYS[1], ARGV[1])}
+"""
+)
+"""The store's time in ms and one field's value."""
+
+FIND = (
+    """
+-- KEYS: workers, worker, load. ARGV: id.
+"""
+    + _NOW
+    + """
+local ends = redis.call('ZSCORE', KEYS[1], ARGV[1])
+if not ends or tonumber(ends) <= now then return {} end
+local record = redis.call('HGET', KEYS[2], 'record')
+if not record then return {} end
+return {ms(now), ends, record, redis.call('HGETALL', KEYS[3])}
+"""
+)
+"""The store's time, the end of a worker's lease, its record and its load; nothing when it is not alive."""
 
 FIELDS = (
     """
