@@ -59,16 +59,19 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """One router process. `args` come after all others."""
+    """One router process. `args` come after all others. `host` is the address it listens on."""
 
     port: int
     name: str = "router"
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    host: str = LOOPBACK
 
     @property
     def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}"
+        """Under which this machine reaches it."""
+        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 def worker_command(
@@ -109,8 +112,7 @@ def worker_command(
 
 def worker_env(worker: WorkerSpec, engine: EngineSpec, place: Place, *, inherited: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of one worker. Settings of vllm-pd in the launcher's environment do not leak into it."""
-    env = {key: value for key, value in inherited.items() if not key.startswith(SETTINGS_PREFIX)}
-    env |= {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    env = clean_env(inherited) | {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if Path(engine.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if place.gpus:
@@ -125,7 +127,7 @@ def router_command(
     router: RouterSpec, workers: list[WorkerSpec], *, programs: Path, store: str, namespace: str
 ) -> list[str]:
     """`vllm-pd-router`, which finds the workers in the store, or is given them when there is no store."""
-    command = [str(programs / "vllm-pd-router"), "--host", LOOPBACK, "--port", str(router.port)]
+    command = [str(programs / "vllm-pd-router"), "--host", router.host, "--port", str(router.port)]
     if store:
         command += ["--store", store, "--namespace", namespace]
     else:
@@ -137,5 +139,10 @@ def router_command(
 
 def router_env(router: RouterSpec, *, inherited: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of the router."""
+    return clean_env(inherited) | dict(router.env)
+
+
+def clean_env(inherited: Mapping[str, str]) -> dict[str, str]:
+    """An environment without settings of vllm-pd, in which Python's output is seen at once."""
     env = {key: value for key, value in inherited.items() if not key.startswith(SETTINGS_PREFIX)}
-    return env | {"PYTHONUNBUFFERED": "1"} | dict(router.env)
+    return env | {"PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,160 @@
+"""Where a graph that runs keeps what other commands need to find it.
+
+$VLLM_PD_RUN_DIR, else $XDG_STATE_HOME/vllm-pd, else ~/.local/state/vllm-pd
+  HOST/GRAPH/            only its owner may enter it
+    lock                 held by the supervisor, and by the guard that cleans up after one that was killed
+    control.sock         the supervisor's control interface
+    processes            what was started and has not ended
+    logs/NAME.log        kept when the graph is down; each keeps one older part, NAME.log.1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from vllm_pd.errors import GraphError
+from vllm_pd.graph.proc_tree import PROC, ProcessId
+
+FOLDER_VARIABLE = "VLLM_PD_RUN_DIR"
+_BOOT_ID = PROC / "sys" / "kernel" / "random" / "boot_id"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder of one graph on this host."""
+
+    path: Path
+
+    @property
+    def graph(self) -> str:
+        return self.path.name
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "processes"
+
+    def log(self, instance: str) -> Path:
+        """The log of one process."""
+        return self.logs / f"{instance}.log"
+
+    def make(self) -> RunFolder:
+        """Make it, so that only its owner can enter. Raises GraphError when that cannot be had."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.chmod(0o700)
+            self.logs.mkdir(exist_ok=True)
+            mine = self.path.stat()
+        except OSError as e:
+            raise GraphError(
+                f"{self.path} cannot be used ({e.strerror}); set {FOLDER_VARIABLE} to a folder of yours."
+            ) from None
+        if mine.st_uid != os.geteuid() or stat.S_IMODE(mine.st_mode) & 0o077:
+            raise GraphError(f"{self.path} can be entered by others; set {FOLDER_VARIABLE} to a folder of yours.")
+        return self
+
+    def lock(self) -> int | None:
+        """Take the lock; a file descriptor that holds it until closed, None when somebody else has it."""
+        handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        return handle
+
+    def is_locked(self) -> bool:
+        """Whether a supervisor or a guard works for it."""
+        if not (self.path / "lock").exists():
+            return False
+        handle = self.lock()
+        if handle is not None:
+            os.close(handle)
+        return handle is None
+
+    @contextlib.contextmanager
+    def socket_address(self) -> Iterator[str]:
+        """The control socket under a name that is short enough for one, however deep the folder lies."""
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{folder}/control.sock"
+        finally:
+            os.close(folder)
+
+
+def root(environ: Mapping[str, str]) -> Path:
+    """The folder of all graphs of this user on this host."""
+    base = environ.get(FOLDER_VARIABLE)
+    if not base:
+        state = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".local/state")
+        base = str(Path(state) / "vllm-pd")
+    # A home folder may be that of several hosts.
+    return Path(base).absolute() / (socket.gethostname() or "localhost")
+
+
+def folder_of(graph: str, environ: Mapping[str, str]) -> RunFolder:
+    """The folder of a graph, which need not exist."""
+    return RunFolder(root(environ) / graph)
+
+
+def known(environ: Mapping[str, str]) -> list[RunFolder]:
+    """Folders of graphs that run, or ran and were not cleaned up."""
+    base = root(environ)
+    if not base.is_dir():
+        return []
+    return [RunFolder(path) for path in sorted(base.iterdir()) if (path / "lock").exists()]
+
+
+class Started(msgspec.Struct, frozen=True):
+    """One process of a run, by pid and start time: a pid alone may have become somebody else's."""
+
+    name: str
+    pid: int
+    started: int
+
+    @property
+    def id(self) -> ProcessId:
+        return ProcessId(self.pid, self.started)
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What a run has started and not ended."""
+
+    run: str
+    """Its id, which all its processes have in their environment."""
+    boot: str
+    """Of the machine: after it was started anew the processes are gone and their pids are others'."""
+    processes: tuple[Started, ...] = ()
+
+
+def boot_id() -> str:
+    """Of this start of the machine."""
+    return _BOOT_ID.read_text().strip()
+
+
+def write_record(folder: RunFolder, record: Record) -> None:
+    """Replace the record at once or not at all. Raises OSError."""
+    scratch = folder.record.with_suffix(".new")
+    scratch.write_bytes(msgspec.json.encode(record))
+    scratch.replace(folder.record)
+
+
+def read_record(folder: RunFolder) -> Record | None:
+    """What the last supervisor wrote; None if there is none, or if the machine was started anew since."""
+    try:
+        record = msgspec.json.decode(folder.record.read_bytes(), type=Record)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return record if record.boot == boot_id() else None
