@@ -10,6 +10,8 @@ ROOMS = {
     "vllm_pd": "vllm_pd",
     "vllm_pd.agent": "vllm_pd/agent",
     "vllm_pd.graph": "vllm_pd/graph",
+    "vllm_pd.planner": "vllm_pd/planner",
+    "vllm_pd.planner.actuators": "vllm_pd/planner/actuators",
     "vllm_pd.routing": "vllm_pd/routing",
     "vllm_pd.routing.policies": "vllm_pd/routing/policies",
     "vllm_pd.sim": "vllm_pd/sim",

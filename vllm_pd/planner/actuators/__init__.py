@@ -1,0 +1,1 @@
+"""Ways to carry out what a planner decides. `choose` opens them by the names that the settings give them."""
