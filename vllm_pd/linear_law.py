@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 _WINDOW = 16
@@ -66,6 +66,15 @@ class LinearLaw:
         self._until_refit -= 1
         if self._until_refit > 0:
             return None
+        self._fits += 1
+        self._until_refit = min(self._refit_every, self._fits)
+        return self._refit()
+
+    def fit(self, observed: Iterable[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
+        """Take many observations in, oldest first, and fit once. Those of no or negative time are ignored."""
+        for features, seconds in observed:
+            self._until_refit = 2
+            self.observe(features, seconds)
         self._fits += 1
         self._until_refit = min(self._refit_every, self._fits)
         return self._refit()

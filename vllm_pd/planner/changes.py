@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_pd.planner.config import PlannerConfig
-from vllm_pd.planner.memory import AskedMove, AskedStart, Memory
+from vllm_pd.planner.memory import AskedMove, AskedRemoval, AskedStart, Memory
 from vllm_pd.planner.model import Action, AddAction, MoveAction, RemoveAction, WorkerView
 from vllm_pd.planner.sight import Sight, known_loads
 from vllm_pd.state.base import Role
+
+_BACK = 3.0
+"""Cooldowns after which a worker may move the other way than the last one did."""
 
 
 def movable(sight: Sight, role: Role, config: PlannerConfig) -> list[WorkerView]:
@@ -47,10 +50,27 @@ def removals(sight: Sight, role: Role, count: int, why: str, config: PlannerConf
     return [RemoveAction(worker.id, worker.epoch, why) for worker in chosen]
 
 
-def starts(sight: Sight, role: Role, count: int, why: str, config: PlannerConfig) -> list[AddAction]:
-    """At most so many as a step may ask for."""
-    count = min(count, config.max_changes, config.max_workers - sight.total)
+def starts(
+    sight: Sight, role: Role, count: int, why: str, config: PlannerConfig, so_far: Sequence[Action] = ()
+) -> list[AddAction]:
+    """At most so many as a step may ask for and the operator allows."""
+    asked = sum(action.count for action in so_far if isinstance(action, AddAction))
+    count = min(count, config.max_changes - asked, config.max_workers - sight.total - asked)
     return [AddAction(role, count, why)] if count > 0 else []
+
+
+def rested(memory: Memory, to: Role, config: PlannerConfig) -> str:
+    """Why it is too early for another move into this role; "" when it is not."""
+    if memory.moved_at is None or memory.moved_to is None:
+        return ""
+    back = memory.moved_to is not to
+    rest = config.cooldown_s * (_BACK if back else 1.0)
+    left = memory.moved_at + rest - memory.clock
+    if left <= 0:
+        return ""
+    if back:
+        return f"A worker became {memory.moved_to} a short while ago, so none goes the other way for {left:.0f} s more."
+    return f"What the last move brought is waited for, {left:.0f} s more."
 
 
 def remember(memory: Memory, actions: Sequence[Action]) -> Memory:
@@ -69,5 +89,6 @@ def remember(memory: Memory, actions: Sequence[Action]) -> Memory:
                 start = AskedStart(action.role, action.count, memory.clock)
                 memory = replace(memory, asked_starts=(*memory.asked_starts, start))
             case RemoveAction():
-                memory = replace(memory, enough_since=None)
+                removal = AskedRemoval(action.worker, action.epoch, memory.clock)
+                memory = replace(memory, asked_removals=(*memory.asked_removals, removal), enough_since=None)
     return memory

@@ -42,6 +42,15 @@ class AskedMove:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedRemoval:
+    """A worker that was to be taken away and is still there."""
+
+    worker: WorkerId
+    epoch: Epoch
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class AskedStart:
     """Workers that were asked for and have not been seen."""
 
@@ -91,8 +100,11 @@ class Memory:
     vanished_at: float | None = None
     """Since when most of the workers are missing that were there before."""
     asked_moves: tuple[AskedMove, ...] = ()
+    asked_removals: tuple[AskedRemoval, ...] = ()
     asked_starts: tuple[AskedStart, ...] = ()
     refused: tuple[Refused, ...] = ()
+    kv_share: float = 1.0
+    """KV tokens that a running sequence was seen to need, in relation to its length."""
     move_s: float | None = None
     """How long changes of role took, and starts; None until one was seen."""
     start_s: float | None = None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from vllm_pd.planner.changes import moves, remember, removals, starts
-from vllm_pd.planner.config import PlannerConfig
-from vllm_pd.planner.forecast import expected
-from vllm_pd.planner.learn import learn, speed
+from vllm_pd.planner.changes import moves, remember
+from vllm_pd.planner.config import PlannerConfig, Rule
+from vllm_pd.planner.dynamo_rule import by_load
+from vllm_pd.planner.learn import learn
 from vllm_pd.planner.memory import Memory
-from vllm_pd.planner.model import Action, Mode, Plan, PoolView
+from vllm_pd.planner.model import Action, Plan, PoolView
 from vllm_pd.planner.sight import Sight, look
-from vllm_pd.planner.target import Outlook, Split, best_split, least_total, outlook
+from vllm_pd.planner.sla_rule import by_targets
 from vllm_pd.state.base import Role
 
 
@@ -21,74 +21,50 @@ def step(view: PoolView, memory: Memory, config: PlannerConfig) -> tuple[Plan, M
     sight = look(view, memory, config)
     memory = learn(view, sight, config)
     sight = replace(sight, memory=memory)
-    blind = sight.blind or _unknown(view, memory, config)
-    if blind:
-        plan = Plan(view.at_s, (), sight.give_up, f"Nothing is changed: {blind}.", sight.notes)
-        return plan, memory
-    soon_s = (memory.move_s or config.move_s) + config.interval_s / 2
-    late_s = (memory.start_s or config.start_s) + config.interval_s
-    most = max(config.max_workers, sight.total)
-    pace = speed(view, memory)
-    backlog = float(view.queue.tokens) if view.queue else 0.0
-    soon = outlook(expected(memory.history, soon_s), 0.2, pace, config, most, backlog)
-    now = Split(sight.count(Role.PREFILL), sight.count(Role.DECODE))
-    actions: list[Action] = []
-    total = now.total
-    if config.mode is Mode.SCALE:
-        late = outlook(expected(memory.history, late_s), 0.2, pace, config, most)
-        need = max(least_total(each, config, config.min_workers, config.max_workers)[0] for each in (soon, late))
-        memory = _enough(memory, need, total)
-        if need > total and memory.clock >= memory.no_start_before:
-            total = need
-        elif memory.enough_since is not None and memory.clock - memory.enough_since >= config.remove_after_s:
-            total = max(memory.enough, config.min_workers)
-    sight = replace(sight, memory=memory)
-    wanted = best_split(soon, total) if total >= 2 else now
-    actions = _towards(sight, now, wanted, soon, config)
-    verdict = f"{len(actions)} changes." if actions else f"{now} is kept."
-    numbers = {"prefill_load": soon.prefill.load, "decode_load": soon.decode.load, "worth": soon.worth(now)}
-    return Plan(view.at_s, tuple(actions), sight.give_up, verdict, sight.notes, numbers), remember(memory, actions)
+    if sight.blind:
+        return _nothing(view, sight, sight.blind), memory
+    unknown = _unknown(view, memory, config)
+    if unknown:
+        return _without_demand(view, sight, config, unknown)
+    decision = (by_load if config.rule is Rule.DYNAMO_LOAD else by_targets)(view, sight, config)
+    plan = Plan(
+        view.at_s,
+        decision.actions,
+        sight.give_up,
+        decision.verdict,
+        (*sight.notes, *decision.reasons),
+        {name: value for name, value in decision.numbers.items() if math.isfinite(value)},
+    )
+    return plan, remember(decision.memory, decision.actions)
 
 
 def _unknown(view: PoolView, memory: Memory, config: PlannerConfig) -> str:
+    """What would have to be known to judge the demand; "" when all of it is."""
     if view.traffic is None:
-        return "what arrived is not known"
+        return "what arrived is not known" + (f" ({view.partial})" if view.partial else "")
     if view.traffic.age_s > config.stale_s:
         return f"what arrived is known only up to {view.traffic.age_s:.0f} s ago"
     if not memory.history:
         return "what arrived is not known for any span of time"
-    if view.rates is None and view.traffic.arrivals:
+    if config.rule is Rule.SLA and view.rates is None and any(sample.arrivals for sample in memory.history):
         return "how fast a worker is has not been measured yet"
     return ""
 
 
-def _enough(memory: Memory, need: int, total: int) -> Memory:
-    if need >= total:
-        return replace(memory, enough_since=None, enough=0)
-    if memory.enough_since is None:
-        return replace(memory, enough_since=memory.clock, enough=need)
-    return replace(memory, enough=max(memory.enough, need))
+def _nothing(view: PoolView, sight: Sight, why: str) -> Plan:
+    return Plan(view.at_s, (), sight.give_up, f"Nothing is changed: {why}.", sight.notes)
 
 
-def _towards(sight: Sight, now: Split, wanted: Split, soon: Outlook, config: PlannerConfig) -> list[Action]:
-    more_p, more_d = wanted.prefill - now.prefill, wanted.decode - now.decode
-    why = f"{wanted} instead of {now}"
-    actions: list[Action] = []
-    if more_p * more_d < 0:
-        to = Role.PREFILL if more_p > 0 else Role.DECODE
-        count = min(abs(more_p), abs(more_d))
-        after = Split(now.prefill + (count if more_p > 0 else -count), now.decode + (count if more_d > 0 else -count))
-        gain = soon.worth(after) - soon.worth(now)
-        eased = soon.strain(now) / max(soon.strain(after), 1e-9)
-        back = sight.memory.moved_to not in (None, to)
-        rest = config.cooldown_s * (3 if back else 1)
-        rested = sight.memory.moved_at is None or sight.memory.clock - sight.memory.moved_at >= rest
-        if rested and (gain >= config.worth or (soon.worth(now) < 0.5 and eased > 1.15)):
-            actions += moves(sight, to, count, why, config)
-        more_p, more_d = more_p - int(math.copysign(count, more_p)), more_d - int(math.copysign(count, more_d))
-    for role, more in ((Role.PREFILL, more_p), (Role.DECODE, more_d)):
-        if more > 0:
-            actions += starts(sight, role, more, why, config)
-        elif more < 0 and not actions:
-            actions += removals(sight, role, -more, why, config)
-    return actions
+def _without_demand(view: PoolView, sight: Sight, config: PlannerConfig, unknown: str) -> tuple[Plan, Memory]:
+    """The list of workers is known, and that a kind is empty needs no more knowledge to be mended."""
+    for role, there, others in (
+        (Role.DECODE, sight.decode, sight.prefill),
+        (Role.PREFILL, sight.prefill, sight.decode),
+    ):
+        if not there and not sight.both and len(others) >= 2 and not sight.starting.get(role):
+            actions: tuple[Action, ...] = tuple(moves(sight, role, 1, f"there is no {role} worker", config))
+            if actions:
+                verdict = f"{len(actions)} worker becomes {role}: there is none, although {unknown}."
+                plan = Plan(view.at_s, actions, sight.give_up, verdict, sight.notes)
+                return plan, remember(sight.memory, actions)
+    return _nothing(view, sight, unknown), sight.memory

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_pd.planner.config import PlannerConfig
-from vllm_pd.planner.memory import AskedMove, AskedStart, Memory, Refused
+from vllm_pd.planner.memory import AskedMove, AskedRemoval, AskedStart, Memory, Refused
 from vllm_pd.planner.model import GiveUp, PoolView, WorkerView
 from vllm_pd.state.base import Role, WorkerId
 
@@ -57,13 +57,15 @@ def look(view: PoolView, memory: Memory, config: PlannerConfig) -> Sight:
     if view.age_s > config.stale_s:
         return Sight(memory, elapsed, blind=f"the list of workers is {view.age_s:.0f} s old")
     memory, moved = _follow_moves(view, memory, config)
+    memory, left = _follow_removals(view, memory, config)
     memory, started, give_up, starting = _follow_starts(view, memory, config)
     memory, vanished = _follow_workers(view, memory, config)
     wanted = {move.worker: move.to for move in memory.asked_moves}
     by_role: dict[Role, list[WorkerView]] = {role: [] for role in Role}
     moving = set(wanted)
+    going = {removal.worker for removal in memory.asked_removals}
     for worker in view.workers:
-        if worker.draining:
+        if worker.draining or worker.id in going:
             moving.add(worker.id)
             continue
         if worker.moving_to is not None:
@@ -82,7 +84,7 @@ def look(view: PoolView, memory: Memory, config: PlannerConfig) -> Sight:
         starting,
         give_up,
         blind,
-        (*moved, *started),
+        (*moved, *left, *started),
     )
 
 
@@ -123,6 +125,23 @@ def _follow_moves(view: PoolView, memory: Memory, config: PlannerConfig) -> tupl
         else:
             kept.append(move)
     return replace(memory, asked_moves=tuple(kept), refused=tuple(refused), move_s=move_s), notes
+
+
+def _follow_removals(view: PoolView, memory: Memory, config: PlannerConfig) -> tuple[Memory, list[str]]:
+    there = {worker.id: worker for worker in view.workers}
+    kept: list[AskedRemoval] = []
+    refused = list(memory.refused)
+    notes: list[str] = []
+    for removal in memory.asked_removals:
+        worker = there.get(removal.worker)
+        if worker is None or worker.epoch != removal.epoch:
+            continue
+        if worker.draining or memory.clock - removal.at <= _UNSEEN_STEPS * config.interval_s:
+            kept.append(removal)
+            continue
+        refused.append(Refused(removal.worker, memory.clock + _LEFT_ALONE * config.cooldown_s))
+        notes.append(f"{removal.worker}, which was to be taken away, is still at work; it is left alone for a while.")
+    return replace(memory, asked_removals=tuple(kept), refused=tuple(refused)), notes
 
 
 def _follow_starts(

@@ -8,7 +8,7 @@ two splits that do equally well for the guess, the one that can take more of a s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllm_pd.planner.capacity import Demand, Side, Speed, decode_side, prefill_side
 from vllm_pd.planner.config import PlannerConfig
@@ -28,29 +28,35 @@ class Split:
     def total(self) -> int:
         return self.prefill + self.decode
 
+    def moved(self, to_prefill: int) -> Split:
+        """With so many workers moved from decode to prefill; the other way if negative."""
+        return Split(self.prefill + to_prefill, self.decode - to_prefill)
+
     def __str__(self) -> str:
         return f"{self.prefill}P+{self.decode}D"
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What any split is worth for one demand."""
+    """What any split is worth for one guess of the demand."""
 
     prefill: Side
     """For the guess itself."""
     decode: Side
     sides: tuple[tuple[float, Side, Side], ...]
     """Weight and both sides, over the spread of the guess."""
+    reachable: float
+    """Fraction that meets both targets with a worker for every request: long prompts may take longer alone."""
 
     def worth(self, split: Split) -> float:
         """Fraction of the requests that is expected to meet both targets."""
-        return sum(
-            weight * prefill.ok[split.prefill] * decode.ok[split.decode] for weight, prefill, decode in self.sides
-        )
+        prefill, decode = max(split.prefill, 0), max(split.decode, 0)
+        return sum(weight * left.ok[prefill] * right.ok[decode] for weight, left, right in self.sides)
 
     def strain(self, split: Split) -> float:
         """Work over capacity, of the kind that has the more of it; above 1 it piles up."""
-        return max(self.prefill.load / max(split.prefill, 1e-9), self.decode.load / max(split.decode, 1e-9))
+        loads = ((self.prefill.load, split.prefill), (self.decode.load, split.decode))
+        return max(load / workers if workers > 0 else (load + 1.0) * 1e3 for load, workers in loads)
 
 
 def outlook(
@@ -61,15 +67,11 @@ def outlook(
     sides = []
     for z, weight in zip(_DEVIATIONS, _WEIGHTS, strict=True):
         scaled = _times(demand, math.exp(spread * z))
-        sides.append(
-            (
-                weight / total,
-                prefill_side(scaled, speed, config, most, backlog_tokens),
-                decode_side(scaled, speed, config, most),
-            )
-        )
-    middle = sides[len(sides) // 2]
-    return Outlook(middle[1], middle[2], tuple(sides))
+        left = prefill_side(scaled, speed, config, most, backlog_tokens)
+        sides.append((weight / total, left, decode_side(scaled, speed, config, most)))
+    _, left, right = sides[len(sides) // 2]
+    reachable = sum(weight * prefill.ok_alone * decode.ok_alone for weight, prefill, decode in sides)
+    return Outlook(left, right, tuple(sides), reachable)
 
 
 def best_split(outlook: Outlook, total: int) -> Split:
@@ -78,35 +80,44 @@ def best_split(outlook: Outlook, total: int) -> Split:
     return max(splits, key=lambda split: (round(outlook.worth(split), 4), -outlook.strain(split)))
 
 
-def least_total(outlook: Outlook, config: PlannerConfig, least: int, most: int) -> tuple[int, float]:
-    """The least number of workers with which the wanted fraction is met, and what fraction is expected with it.
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The least number of workers that is enough."""
 
-    Where that fraction cannot be met with `most` either, no worker is asked for that does not bring what it must.
+    total: int
+    worth: float
+    """Fraction of the requests that is expected to meet both targets with it."""
+    is_met: bool
+    """Whether that is what is wanted; if not, more workers would bring too little, or there may be no more."""
+
+
+def least_total(outlook: Outlook, config: PlannerConfig, least: int, most: int) -> Need:
+    """What is needed, between `least` and `most`.
+
+    Where the wanted fraction cannot be met, no worker is asked for that does not bring what it must: a target that is
+    out of reach is no reason for ever more of them. All work must be done all the same, in whatever time.
     """
-    worths = {total: outlook.worth(best_split(outlook, total)) for total in range(least, most + 1)}
-    goal = config.attainment * max(1e-9, _reachable(outlook))
+    worths = {total: outlook.worth(best_split(outlook, total)) for total in range(max(2, least), most + 1)}
+    if not worths:
+        return Need(least, 0.0, True)
+    goal = config.attainment * outlook.reachable
     for total, worth in worths.items():
         if worth >= goal:
-            return total, worth
-    # Piled-up work is no reason to do nothing: the work must be done, in whatever time.
-    busy = min(most, max(least, math.ceil(outlook.prefill.load) + math.ceil(outlook.decode.load)))
-    for total in range(busy, most):
+            if total == 2 and least < 2 and outlook.prefill.load + outlook.decode.load < 0.5:
+                return Need(1, worth, True)
+            return Need(total, worth, True)
+    busy = max(2, least, math.ceil(outlook.prefill.load * 1.1) + math.ceil(outlook.decode.load * 1.1))
+    for total in range(min(busy, most), most):
         further = max((worths[more] - worths[total]) / (more - total) for more in range(total + 1, most + 1))
         if further < config.worth:
-            return total, worths[total]
-    return most, worths[most]
-
-
-def _reachable(outlook: Outlook) -> float:
-    """What any number of workers would reach: a prompt alone on a worker may take longer than the target."""
-    return sum(weight * prefill.ok_alone * decode.ok_alone for weight, prefill, decode in outlook.sides)
+            return Need(total, worths[total], False)
+    return Need(most, worths[most], False)
 
 
 def _times(demand: Demand, factor: float) -> Demand:
-    return replace(
-        demand,
-        arrivals=demand.arrivals * factor,
-        prompt_tokens=demand.prompt_tokens * factor,
-        uncached_tokens=demand.uncached_tokens * factor,
-        output_tokens=demand.output_tokens * factor,
+    return Demand(
+        demand.arrivals * factor,
+        demand.prompt_tokens * factor,
+        demand.uncached_tokens * factor,
+        demand.output_tokens * factor,
     )

@@ -1,0 +1,188 @@
+"""The rule `sla`: as many workers of each kind as let the wanted fraction of requests meet both targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm_pd.planner import explain
+from vllm_pd.planner.changes import moves, removals, rested, starts
+from vllm_pd.planner.config import PlannerConfig
+from vllm_pd.planner.decision import Decision
+from vllm_pd.planner.forecast import forecast
+from vllm_pd.planner.learn import speed
+from vllm_pd.planner.memory import Memory
+from vllm_pd.planner.model import Action, Mode, PoolView
+from vllm_pd.planner.sight import Sight
+from vllm_pd.planner.target import Need, Outlook, Split, best_split, least_total, outlook
+from vllm_pd.state.base import Role
+
+_EASED = 1.15
+"""Where nearly nothing meets its targets, a move must make the worse kind's strain so many times less."""
+_LOST = 0.5
+
+
+def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
+    """Decide what to change now."""
+    memory = sight.memory
+    present = Split(len(sight.prefill), len(sight.decode))
+    either = len(sight.both)
+    soon_s = (memory.move_s or config.move_s) + config.interval_s
+    late_s = (memory.start_s or config.start_s) + config.interval_s
+    pace = speed(view, memory)
+    most = max(config.max_workers, sight.total, 2)
+    waiting = float(view.queue.tokens) if view.queue else 0.0
+    near = forecast(memory.history, soon_s)
+    soon = outlook(near.demand, near.spread, pace, config, most, waiting)
+    reasons = [*explain.seen(view, config), *explain.able(pace, soon, config)]
+    reasons.append(explain.ahead(near, soon_s))
+    numbers = explain.numbers(near.demand, soon, sight)
+    actions: list[Action] = []
+    held_back: list[str] = []
+    at_hand = present.total + either
+    now = fitted(soon, present, either)
+    target = at_hand
+    if config.mode is Mode.SCALE:
+        far = forecast(memory.history, late_s)
+        late = outlook(far.demand, far.spread, pace, config, most)
+        reasons.append(explain.ahead(far, late_s))
+        need, over = _need(soon, late, config)
+        memory = _enough(memory, need.total, sight.total)
+        sight = replace(sight, memory=memory)
+        reasons.append(explain.need(need, sight.total, config))
+        numbers["workers_needed"] = float(need.total)
+        if need.total > sight.total:
+            actions += _start(sight, over, need, config, held_back)
+        elif _is_too_many(memory, config) and not sight.starting:
+            target = max(memory.enough, config.min_workers)
+    if at_hand >= 2:
+        wanted = best_split(soon, at_hand)
+        reasons.append(explain.splits(now, wanted, either, soon))
+        actions += _move(sight, now, wanted, present, either, soon, config, held_back)
+    if target < at_hand and not actions:
+        actions += _remove(sight, present, either, soon, target, config, held_back)
+    reasons += held_back
+    verdict = explain.verdict(actions, now, soon, sight, held_back)
+    return Decision(memory, tuple(actions), verdict, tuple(reasons), numbers)
+
+
+def fitted(soon: Outlook, present: Split, either: int) -> Split:
+    """The split as it works: workers that do both turn to what there is more of."""
+    if not either:
+        return present
+    options = [Split(present.prefill + n, present.decode + either - n) for n in range(either + 1)]
+    return max(options, key=lambda split: (round(soon.worth(split), 4), -soon.strain(split)))
+
+
+def _need(soon: Outlook, late: Outlook, config: PlannerConfig) -> tuple[Need, Outlook]:
+    needs = [(least_total(each, config, config.min_workers, config.max_workers), each) for each in (soon, late)]
+    return max(needs, key=lambda pair: pair[0].total)
+
+
+def _enough(memory: Memory, need: int, total: int) -> Memory:
+    """Keep account of how long fewer workers would have done, and how many."""
+    if need >= total:
+        return replace(memory, enough_since=None, enough=0)
+    if memory.enough_since is None:
+        return replace(memory, enough_since=memory.clock, enough=need)
+    return replace(memory, enough=max(memory.enough, need))
+
+
+def _is_too_many(memory: Memory, config: PlannerConfig) -> bool:
+    return memory.enough_since is not None and memory.clock - memory.enough_since >= config.remove_after_s
+
+
+def _start(sight: Sight, over: Outlook, need: Need, config: PlannerConfig, held_back: list[str]) -> list[Action]:
+    memory = sight.memory
+    if memory.clock < memory.no_start_before:
+        left = memory.no_start_before - memory.clock
+        held_back.append(f"Nothing is started for {left:.0f} s more, because earlier starts failed.")
+        return []
+    missing = need.total - sight.total
+    if memory.failed_starts:
+        missing = 1
+    if not sight.prefill and not sight.decode and sight.both:
+        return list(starts(sight, Role.BOTH, missing, explain.because(need), config))
+    if need.total < 2:
+        return []
+    wanted = best_split(over, need.total)
+    lacking = {
+        Role.PREFILL: wanted.prefill - sight.count(Role.PREFILL),
+        Role.DECODE: wanted.decode - sight.count(Role.DECODE),
+    }
+    actions: list[Action] = []
+    for role, more in sorted(lacking.items(), key=lambda pair: -pair[1]):
+        count = min(more, missing - sum(action.count for action in actions if hasattr(action, "count")))
+        actions += starts(sight, role, count, explain.because(need), config, so_far=actions)
+    return actions
+
+
+def _move(
+    sight: Sight,
+    now: Split,
+    wanted: Split,
+    present: Split,
+    either: int,
+    soon: Outlook,
+    config: PlannerConfig,
+    held_back: list[str],
+) -> list[Action]:
+    # What those that do both can make up for is no reason to move one that does not.
+    if wanted.prefill > present.prefill + either:
+        to, count = Role.PREFILL, wanted.prefill - present.prefill - either
+    elif wanted.decode > present.decode + either:
+        to, count = Role.DECODE, wanted.decode - present.decode - either
+    else:
+        return []
+    if (sight.memory.start_s or config.start_s) <= config.payback_s:
+        count -= sight.starting.get(to, 0)
+    if count <= 0:
+        held_back.append(f"Nobody moves: the {to} workers that are coming up are enough.")
+        return []
+    count = min(count, config.max_changes)
+    sign = 1 if to is Role.PREFILL else -1
+    after = now.moved(sign * count)
+    worth, better = soon.worth(now), soon.worth(after)
+    gain = better - worth
+    eased = soon.strain(now) / max(soon.strain(after), 1e-9)
+    empty = now.prefill == 0 or now.decode == 0
+    if not empty and gain < config.worth and not (worth < _LOST and gain >= 0 and eased > _EASED):
+        held_back.append(explain.not_worth(now, after, gain, config))
+        return []
+    lost = Split(now.prefill - count * (sign < 0), now.decode - count * (sign > 0))
+    cost = (worth - soon.worth(lost)) * (sight.memory.move_s or config.move_s)
+    if not empty and gain * config.payback_s < cost and not worth < _LOST:
+        held_back.append(explain.too_dear(now, after, config))
+        return []
+    if not empty and (wait := rested(sight.memory, to, config)):
+        held_back.append(wait)
+        return []
+    found = moves(sight, to, count, explain.why_move(now, after, worth, better), config)
+    if not found:
+        held_back.append(explain.nobody(sight, to, config))
+    return list(found)
+
+
+def _remove(
+    sight: Sight,
+    present: Split,
+    either: int,
+    soon: Outlook,
+    target: int,
+    config: PlannerConfig,
+    held_back: list[str],
+) -> list[Action]:
+    surplus = present.total + either - target
+    why = f"for {config.remove_after_s:.0f} s {target} workers would have been enough"
+    if not present.total:
+        return list(removals(sight, Role.BOTH, surplus, why, config))
+    if target < 2:
+        return []
+    wanted = best_split(soon, target)
+    over = {Role.PREFILL: present.prefill - wanted.prefill, Role.DECODE: present.decode - wanted.decode}
+    for role, more in sorted(over.items(), key=lambda pair: -pair[1]):
+        if more > 0:
+            found = removals(sight, role, min(more, surplus), why, config)
+            if found:
+                return list(found)
+    held_back.append("None of them can be taken away just now.")
+    return []
