@@ -90,5 +90,5 @@ def remember(memory: Memory, actions: Sequence[Action]) -> Memory:
                 memory = replace(memory, asked_starts=(*memory.asked_starts, start))
             case RemoveAction():
                 removal = AskedRemoval(action.worker, action.epoch, memory.clock)
-                memory = replace(memory, asked_removals=(*memory.asked_removals, removal), enough_since=None)
+                memory = replace(memory, asked_removals=(*memory.asked_removals, removal))
     return memory

@@ -86,6 +86,14 @@ class LoadTally:
 
 
 @dataclass(frozen=True, slots=True)
+class NeedSample:
+    """How many workers a step wanted."""
+
+    at: float
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """Times are on the planner's own clock, which only the time that really passed between two steps moves on."""
 
@@ -110,10 +118,10 @@ class Memory:
     start_s: float | None = None
     moved_at: float | None = None
     moved_to: Role | None = None
-    enough_since: float | None = None
-    """Since when fewer workers than there are would have done."""
-    enough: int = 0
-    """The most workers that a step wanted since then."""
+    needs: tuple[NeedSample, ...] = ()
+    """How many workers the last steps wanted, for as long as is waited before any is taken away."""
+    needs_since: float | None = None
+    """Since when they are known, without a change that was not the planner's."""
     no_start_before: float = 0.0
     failed_starts: int = 0
     """In a row."""

@@ -184,6 +184,9 @@ def _follow_starts(
                 f"{_workers(seen.count, seen.role)} that others asked for {seen.for_s:.0f} s ago did not come up "
                 "and are not counted on."
             )
+    if came.total():
+        notes.append(f"{came.total()} workers came that were not asked for; what they are for is left to who did.")
+        memory = replace(memory, needs=(), needs_since=None)
     memory = replace(memory, asked_starts=tuple(kept), start_s=start_s, failed_starts=failed, no_start_before=pause)
     return memory, notes, tuple(give_up), {role: count for role, count in starting.items() if count > 0}
 

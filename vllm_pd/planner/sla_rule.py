@@ -10,7 +10,7 @@ from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.decision import Decision
 from vllm_pd.planner.forecast import forecast
 from vllm_pd.planner.learn import speed
-from vllm_pd.planner.memory import Memory
+from vllm_pd.planner.memory import Memory, NeedSample
 from vllm_pd.planner.model import Action, Mode, PoolView
 from vllm_pd.planner.sight import Sight
 from vllm_pd.planner.target import Need, Outlook, Split, best_split, least_total, outlook
@@ -46,14 +46,14 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
         late = outlook(far.demand, far.spread, pace, config, most)
         reasons.append(explain.ahead(far, late_s))
         need, over = _need(soon, late, config)
-        memory = _enough(memory, need.total, sight.total)
+        memory = _remember_need(memory, need.total, config)
         sight = replace(sight, memory=memory)
         reasons.append(explain.need(need, sight.total, config))
         numbers["workers_needed"] = float(need.total)
         if need.total > sight.total:
             actions += _start(sight, over, need, config, held_back)
-        elif _is_too_many(memory, config) and not sight.starting:
-            target = max(memory.enough, config.min_workers)
+        elif not sight.starting:
+            target = min(at_hand, max(_enough(memory, config, at_hand), config.min_workers))
     if at_hand >= 2:
         wanted = best_split(soon, at_hand)
         reasons.append(explain.splits(now, wanted, either, soon))
@@ -78,17 +78,18 @@ def _need(soon: Outlook, late: Outlook, config: PlannerConfig) -> tuple[Need, Ou
     return max(needs, key=lambda pair: pair[0].total)
 
 
-def _enough(memory: Memory, need: int, total: int) -> Memory:
-    """Keep account of how long fewer workers would have done, and how many."""
-    if need >= total:
-        return replace(memory, enough_since=None, enough=0)
-    if memory.enough_since is None:
-        return replace(memory, enough_since=memory.clock, enough=need)
-    return replace(memory, enough=max(memory.enough, need))
+def _remember_need(memory: Memory, workers: int, config: PlannerConfig) -> Memory:
+    oldest = memory.clock - config.remove_after_s
+    kept = tuple(each for each in memory.needs if each.at >= oldest)
+    since = memory.clock if memory.needs_since is None else memory.needs_since
+    return replace(memory, needs=(*kept, NeedSample(memory.clock, workers)), needs_since=since)
 
 
-def _is_too_many(memory: Memory, config: PlannerConfig) -> bool:
-    return memory.enough_since is not None and memory.clock - memory.enough_since >= config.remove_after_s
+def _enough(memory: Memory, config: PlannerConfig, at_hand: int) -> int:
+    """The most that was wanted lately; all that are there until that is known for long enough."""
+    if memory.needs_since is None or memory.clock - memory.needs_since < config.remove_after_s:
+        return at_hand
+    return max(each.workers for each in memory.needs)
 
 
 def _start(sight: Sight, over: Outlook, need: Need, config: PlannerConfig, held_back: list[str]) -> list[Action]:
