@@ -3,6 +3,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.installed
 REDIS7 := .cache/redis7/.tried
+PROMETHEUS := .cache/prometheus/.tried
 VLLM ?= 0.33.0
 KEEP ?=
 PYTEST_ARGS ?=
@@ -16,7 +17,7 @@ PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) $(REDIS7) ## Build .venv: vLLM (CUDA or CPU), NIXL, this project, its tools; Redis 7 for tests
+install: $(STAMP) $(REDIS7) $(PROMETHEUS) ## Build .venv: vLLM (CUDA or CPU), NIXL, this project, its tools; Redis 7, Prometheus for tests
 
 # Rebuilt only when something it is made from changed.
 $(STAMP): setup.py pyproject.toml scripts/install.py
@@ -31,8 +32,12 @@ $(STAMP): setup.py pyproject.toml scripts/install.py
 	$$python -m scripts.install && touch $@
 
 # Where it cannot be had, the tests on Redis say why they are skipped; those on Valkey run all the same.
-$(REDIS7): scripts/redis7.py | $(STAMP)
+$(REDIS7): scripts/redis7.py scripts/debian_packages.py | $(STAMP)
 	@mkdir -p $(@D) && $(PY) -m scripts.redis7 && touch $@
+
+# Likewise: the tests of dashboard and alerts.
+$(PROMETHEUS): scripts/prometheus.py scripts/debian_packages.py | $(STAMP)
+	@mkdir -p $(@D) && $(PY) -m scripts.prometheus && touch $@
 
 test: install ## Run every test except those marked slow
 	$(PY) -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)

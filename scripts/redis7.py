@@ -8,14 +8,13 @@ tests on Redis are skipped with that reason. Standard library only.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+
+from scripts.debian_packages import PackagesError, unpack
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".cache" / "redis7"
@@ -29,7 +28,6 @@ LD_LIBRARY_PATH="$(echo "$here"/root/usr/lib/*-linux-gnu)${LD_LIBRARY_PATH:+:$LD
 export LD_LIBRARY_PATH
 exec "$here/root/usr/bin/redis-server" "$@"
 """
-_DOWNLOAD_S = 120.0
 _VERSION = re.compile(r"v=(\d+)\.")
 
 
@@ -79,23 +77,10 @@ def fetch(folder: Path = FOLDER) -> Path:
 
 
 def _fetch(folder: Path) -> Path:
-    for program in ("apt-get", "dpkg-deb"):
-        if shutil.which(program) is None:
-            raise NoRedisError(f"this machine has no {program} to fetch Debian's packages with")
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        packages = Path(work, "packages")
-        packages.mkdir()
-        try:
-            _apt(["download", *PACKAGES], packages)
-        except NoRedisError:
-            # No list of packages yet, or an old one. It is fetched into a folder of ours: root is not needed.
-            state = _own_state(Path(work))
-            _apt([*state, "update"], packages)
-            _apt([*state, "download", *PACKAGES], packages)
-        root = folder / "root"
-        shutil.rmtree(root, ignore_errors=True)
-        for package in sorted(packages.glob("*.deb")):
-            _run(["dpkg-deb", "-x", str(package), str(root)], packages)
+    try:
+        unpack(PACKAGES, folder)
+    except PackagesError as e:
+        raise NoRedisError(str(e)) from None
     binary = folder / "redis-server"
     binary.write_text(_WRAPPER)
     binary.chmod(0o755)
@@ -104,38 +89,6 @@ def _fetch(folder: Path) -> Path:
         trouble = f"is of version {version}" if version else "does not run here"
         raise NoRedisError(f"the redis-server of this system's packages {trouble}")
     return binary
-
-
-def _own_state(work: Path) -> list[str]:
-    """Options for an apt that keeps lists and cache in `work`."""
-    for name in ("lists/partial", "cache/archives/partial"):
-        (work / name).mkdir(parents=True)
-    return ["-o", f"Dir::State::lists={work / 'lists'}", "-o", f"Dir::Cache={work / 'cache'}"]
-
-
-def _apt(arguments: Sequence[str], cwd: Path) -> None:
-    _run(["apt-get", "-q", "-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=20", *arguments], cwd)
-
-
-def _run(command: Sequence[str], cwd: Path) -> None:
-    try:
-        done = subprocess.run(
-            command,
-            cwd=cwd,
-            env={**os.environ, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_DOWNLOAD_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise NoRedisError(f"{command[0]} did not end within {_DOWNLOAD_S:g} s") from None
-    except OSError as e:
-        raise NoRedisError(f"{command[0]} could not be started ({e})") from None
-    if done.returncode != 0:
-        words = [line for line in done.stderr.splitlines() if line.startswith("E: ")] or done.stderr.splitlines()
-        raise NoRedisError(f"{command[0]} failed: {words[-1].removeprefix('E: ') if words else done.returncode}")
 
 
 def main(folder: Path = FOLDER) -> int:
