@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.router import explain_endpoint
+from vllm_pd.router import explain_endpoint, service_discovery
 from vllm_pd.router.call import CHAT, COMPLETION, CallReader, Endpoint
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.drain import STOPPING, Drain
@@ -22,6 +22,7 @@ from vllm_pd.router.placement import Placer
 from vllm_pd.router.proxy import Proxy
 from vllm_pd.router.readiness import Readiness
 from vllm_pd.router.replies import send_error, send_json
+from vllm_pd.router.service_discovery import ServiceDiscovery
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import (
     ClientGone,
@@ -101,6 +102,7 @@ class Endpoints:
         self._explain = ExplainEndpoint(directory, calls, placer, self._inference)
         self._own: dict[str, _Own] = {
             explain_endpoint.PATH: self._explain.serve,
+            service_discovery.PATH: ServiceDiscovery(directory).serve,
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._metrics_page,

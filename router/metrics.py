@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from http import HTTPStatus
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -43,6 +43,20 @@ class _DirectoryCollector(Collector):
         for role, count in self._directory.count_by_role().items():
             workers.add_metric([role], count)
         yield workers
+        info = GaugeMetricFamily(
+            f"{_PREFIX}_worker_info",
+            "1 for each known worker, with its role, pool and first model now.",
+            labels=["worker", "role", "pool", "model"],
+        )
+        usable = GaugeMetricFamily(
+            f"{_PREFIX}_worker_usable", "1 when nothing is wrong with a worker, 0 when it is left out.", labels=["worker"]
+        )
+        for worker in self._directory.workers:
+            models = worker.record.models
+            info.add_metric([worker.id, worker.role, worker.pool, models[0] if models else ""], 1)
+            usable.add_metric([worker.id], int(worker.breaker.trouble is Trouble.NONE))
+        yield info
+        yield usable
         troubled = GaugeMetricFamily(
             f"{_PREFIX}_workers_in_trouble", "Known workers that are left out, by what is wrong.", labels=["trouble"]
         )
@@ -65,6 +79,7 @@ class RouterMetrics:
 
     def __init__(self, directory: Directory) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.registry.register(_DirectoryCollector(directory))
         self._requests = Counter(
             f"{_PREFIX}_requests_total",
