@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.chat import Answer, ChatError, stream_chat
-from scripts.interrupts import Interrupted, Interrupts
 from scripts.models import ROOT, ModelError, smollm2_dir
-from scripts.progress import StatusLine
 from vllm_pd.errors import PDError
 from vllm_pd.graph import machine
 from vllm_pd.graph.local import LocalCluster
 from vllm_pd.graph.metrics_text import Metrics
+from vllm_pd.interrupts import Interrupted, Interrupts
+from vllm_pd.status_line import StatusLine
 
 MODEL_NAME = "smollm2"
 MAX_TOKENS = 80

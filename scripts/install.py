@@ -33,7 +33,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scripts.progress import StatusLine
+from vllm_pd.status_line import StatusLine
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "logs" / "install.log"

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from scripts.interrupts import Interrupted, Interrupts
+from vllm_pd.interrupts import Interrupted, Interrupts
 
 
 def test_a_signal_is_remembered_until_the_next_check() -> None:

@@ -40,3 +40,9 @@ class StatusLine:
         """Replace the line by the step's outcome."""
         start = "\r\x1b[2K" if self._is_tty else ""
         print(f"{start}  {self._title}: {outcome} ({self.seconds:.0f} s)", flush=True)
+
+    def clear(self) -> None:
+        """Make room for a line of somebody else's."""
+        if self._is_tty:
+            print("\r\x1b[2K", end="", flush=True)
+            self._next = 0.0
