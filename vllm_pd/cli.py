@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_pd import __version__, explain_cli, queue_cli, serve_flags, store_cli, tiers_cli
+from vllm_pd import __version__, explain_cli, queue_cli, role_cli, serve_flags, store_cli, tiers_cli
 from vllm_pd.console import add_store_flags, print_table, store_settings
 from vllm_pd.errors import PDError
+from vllm_pd.planner import cli as planner_cli
 from vllm_pd.settings import load_worker_settings
 from vllm_pd.sim import cli as sim_cli
 from vllm_pd.sim import mock_cli
@@ -25,6 +26,8 @@ EXAMPLES = """examples:
   vllm-pd mock-worker --count 4 --store URL           workers without a model, for tests and load
   vllm-pd store check                                 whether the index of KV blocks is what the workers say they hold
   vllm-pd queue ls                                    what waits for prefill, and who has what
+  vllm-pd role WORKER prefill --wait                  have a worker do something else, without a restart
+  vllm-pd planner run --store URL --dry-run           what a planner would change; explain tells why
   vllm-pd tiers size --trace TRACE                    how much host memory and SSD this traffic is worth
 """
 
@@ -61,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
 
     store_cli.add_parser(commands)
     queue_cli.add_parser(commands)
+    role_cli.add_parser(commands)
+    planner_cli.add_parser(commands)
     explain_cli.add_parser(commands)
     tiers_cli.add_parser(commands)
     sim_cli.add_parser(commands)
@@ -105,6 +110,7 @@ def _workers(args: argparse.Namespace) -> int:
                         "id": w.record.id,
                         "url": w.record.url,
                         "role": str(w.record.role),
+                        "moving_to": w.record.moving_to,
                         "models": list(w.record.models),
                         "pool": w.record.pool.id,
                         "epoch": w.record.epoch,
@@ -123,7 +129,7 @@ def _workers(args: argparse.Namespace) -> int:
         [
             (
                 w.record.id,
-                str(w.record.role),
+                f"{w.record.role}, drains to {w.record.moving_to}" if w.record.moving_to else str(w.record.role),
                 w.record.url,
                 ",".join(w.record.models),
                 str(w.running),

@@ -6,8 +6,9 @@ Only the leading planner of a pool shows the pool; every planner shows whether i
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter as Tally
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -78,6 +79,7 @@ class PlannerMetrics:
 
     Args:
         statuses: by pool; kept up by the loop.
+        clock: that of `PoolStatus.at_s`.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class PlannerMetrics:
         planner: str,
         dry_run: bool,
         statuses: Mapping[PoolId, PoolStatus],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steps = Counter(
             f"{PREFIX}_steps_total",
@@ -111,7 +114,7 @@ class PlannerMetrics:
         self.store_errors = Counter(
             f"{PREFIX}_store_errors_total", "Steps that failed because the store did not answer.", registry=registry
         )
-        self.collector = _PoolCollector(config, planner, dry_run, statuses)
+        self.collector = _PoolCollector(config, planner, dry_run, statuses, clock)
         registry.register(self.collector)
 
     def know(self, pool: PoolId) -> None:
@@ -133,9 +136,15 @@ class PlannerMetrics:
 
 class _PoolCollector(Collector):
     def __init__(
-        self, config: PlannerConfig, planner: str, dry_run: bool, statuses: Mapping[PoolId, PoolStatus]
+        self,
+        config: PlannerConfig,
+        planner: str,
+        dry_run: bool,
+        statuses: Mapping[PoolId, PoolStatus],
+        clock: Callable[[], float],
     ) -> None:
         self._config = config
+        self._clock = clock
         self._statuses = statuses
         self._info = {
             "planner": planner,
@@ -145,8 +154,6 @@ class _PoolCollector(Collector):
         }
         self.store_up: bool | None = None
         """Whether the store answered the last time; None before the first."""
-        self.now_s = 0.0
-        """Now, on the clock of `PoolStatus.at_s`; kept up by the loop."""
 
     def collect(self) -> Iterator[Metric]:
         info = InfoMetricFamily(PREFIX, "This planner: its id, mode and rule, and whether it only tries out.")
@@ -194,7 +201,7 @@ class _PoolCollector(Collector):
             view, plan = status.view, status.plan
             if view is None or plan is None:
                 continue
-            age.add_metric([pool], max(0.0, self.now_s - status.at_s))
+            age.add_metric([pool], max(0.0, self._clock() - status.at_s))
             for role, count in roles_now(view).items():
                 actual.add_metric([pool, role], count)
             for role, count in roles_wanted(view, plan).items():
