@@ -51,12 +51,16 @@ class _DirectoryCollector(Collector):
         usable = GaugeMetricFamily(
             f"{_PREFIX}_worker_usable", "1 when nothing is wrong with a worker, 0 when it is left out.", labels=["worker"]
         )
+        blocks = GaugeMetricFamily(
+            f"{_PREFIX}_worker_kv_blocks", "Blocks of a worker's GPU-side KV cache, where it said so.", labels=["worker"]
+        )
         for worker in self._directory.workers:
             models = worker.record.models
+            if worker.record.kv_blocks:
+                blocks.add_metric([worker.id], worker.record.kv_blocks)
             info.add_metric([worker.id, worker.role, worker.pool, models[0] if models else ""], 1)
             usable.add_metric([worker.id], int(worker.breaker.trouble is Trouble.NONE))
-        yield info
-        yield usable
+        yield from (info, usable, blocks)
         troubled = GaugeMetricFamily(
             f"{_PREFIX}_workers_in_trouble", "Known workers that are left out, by what is wrong.", labels=["trouble"]
         )
