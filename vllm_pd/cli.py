@@ -12,12 +12,14 @@ from typing import Any
 from vllm_pd import __version__, explain_cli, queue_cli, role_cli, serve_flags, store_cli, tiers_cli
 from vllm_pd.console import add_store_flags, print_table, store_settings
 from vllm_pd.errors import PDError
+from vllm_pd.graph import cli as graph_cli
 from vllm_pd.planner import cli as planner_cli
 from vllm_pd.settings import load_worker_settings
 from vllm_pd.sim import cli as sim_cli
 from vllm_pd.sim import mock_cli
 
 EXAMPLES = """examples:
+  vllm-pd up configs/disagg_router.yaml               a whole cluster on this machine; status, logs, scale, down
   vllm-pd config --role prefill --pd-cpu-gib 8        what that worker would run with, and where each value comes from
   VLLM_PD_STORE=redis://host:6379 vllm-pd workers     who is registered, in what role and with what load
   curl ROUTER/v1/explain -d @body.json > why.json     where that request would go;
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     workers.add_argument("--json", action="store_true", help="print one JSON array")
     workers.set_defaults(run=_workers)
 
+    graph_cli.add_parsers(commands)
     store_cli.add_parser(commands)
     queue_cli.add_parser(commands)
     role_cli.add_parser(commands)

@@ -25,7 +25,7 @@ from vllm_pd.graph.embedded_store import EmbeddedStore
 from vllm_pd.graph.machine import Machine
 from vllm_pd.graph.metrics_text import Metrics
 from vllm_pd.graph.ports import free_ports, is_listening
-from vllm_pd.graph.process import ManagedProcess, ProcessError, ProcessSpec, Ready
+from vllm_pd.graph.process import Leftovers, ManagedProcess, ProcessError, ProcessSpec, Ready
 from vllm_pd.state.base import Role
 
 Progress = Callable[[float, Sequence[str]], None]
@@ -36,23 +36,6 @@ STOP_GRACE_S = 30.0
 _ROUTER_GRACE_S = 10.0
 _START_GRACE_S = 5.0
 _POLL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Leftovers:
-    """What a cluster left on the machine; false when it left nothing."""
-
-    processes: tuple[str, ...] = ()
-    ports: tuple[int, ...] = ()
-    shared_memory: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.processes or self.ports or self.shared_memory)
-
-    def __str__(self) -> str:
-        parts = [f"process {name}" for name in self.processes]
-        parts += [f"port {port}" for port in self.ports]
-        return ", ".join([*parts, *self.shared_memory]) or "nothing"
 
 
 @dataclass(frozen=True, slots=True)

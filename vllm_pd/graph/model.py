@@ -44,11 +44,20 @@ class RestartRule:
     """What happens to an instance that ended by itself: started again after a delay that doubles each time."""
 
     tries: int = 5
-    """Failures in a row after which it is given up; 0: it is given up at the first one."""
+    """How often in a row it is started again before it is given up."""
     first_delay_s: float = 1.0
     longest_delay_s: float = 60.0
     healthy_s: float = 60.0
     """An instance that was ready for so long starts with a clean record: its next failure is its first."""
+    silent_s: float = 300.0
+    """One that runs and has not answered for so long is ended and counts as failed; 0: never."""
+
+    def delay_after(self, failures: int) -> float | None:
+        """Seconds until the next start after so many failures in a row (at least 1); None: it is given up."""
+        if failures > self.tries:
+            return None
+        # The exponent is bounded: a rule may allow thousands of tries.
+        return min(self.first_delay_s * 2.0 ** min(failures - 1, 64), self.longest_delay_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,3 +30,16 @@ def is_listening(port: int, host: str = LOOPBACK) -> bool:
     except OSError:
         return False
     return True
+
+
+def can_bind(port: int, host: str = LOOPBACK) -> bool:
+    """Whether a server could listen on `port` now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Connections of an earlier server that linger do not keep a new one from listening.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -62,6 +62,23 @@ class ProcessSpec:
     cwd: Path | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What a cluster left on the machine; false when it left nothing."""
+
+    processes: tuple[str, ...] = ()
+    ports: tuple[int, ...] = ()
+    shared_memory: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.processes or self.ports or self.shared_memory)
+
+    def __str__(self) -> str:
+        parts = [f"process {name}" for name in self.processes]
+        parts += [f"port {port}" for port in self.ports]
+        return ", ".join([*parts, *self.shared_memory]) or "nothing"
+
+
 @dataclass(slots=True)
 class _Seen:
     """What the process was ever seen to own: needed after it died to tell what it left."""
@@ -87,6 +104,11 @@ class ManagedProcess:
     def pid(self) -> int:
         """Process id; 0 before the first start."""
         return self._popen.pid if self._popen is not None else 0
+
+    @property
+    def leader(self) -> ProcessId | None:
+        """The process itself, told from a later one with the same pid; None before the first start."""
+        return self._leader
 
     @property
     def is_running(self) -> bool:
@@ -180,7 +202,9 @@ class ManagedProcess:
         try:
             with self.spec.log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, size - _TAIL_BYTES))
+                # A log that was cut because it had grown too long holds nothing of earlier runs.
+                start = self._log_start if self._log_start <= size else 0
+                log.seek(max(start, size - _TAIL_BYTES))
                 return log.read().decode(errors="replace").splitlines()
         except OSError:
             return []

@@ -16,15 +16,15 @@ from vllm_pd.graph.commands import EngineSpec, RouterSpec, WorkerSpec
 from vllm_pd.graph.machine import Machine, Place, free_place
 from vllm_pd.graph.model import Component, Frontend, Graph, Planner, Router, Store, Workers
 from vllm_pd.graph.ports import LOOPBACK
+from vllm_pd.graph.runs import CONTROL_VARIABLE, RUN_VARIABLE
 from vllm_pd.layered import redact
 from vllm_pd.serve_flags import DRAIN_S
 
-RUN_VARIABLE = "PD_GRAPH_RUN"
-"""Marks every process of a run, so that what is left of it can be found whatever became of who started it."""
-CONTROL_VARIABLE = "PD_GRAPH_CONTROL"
-"""Where the processes of a run find its supervisor: the folder of its socket."""
 STORE_VARIABLE = "VLLM_PD_STORE"
 NAMESPACE_VARIABLE = "VLLM_PD_NAMESPACE"
+
+NO_PLACE = Place()
+"""Of a process that uses no part of the machine to speak of."""
 
 _CPU_MAX_MODEL_LEN = 2048
 _BLOCK_SIZE = 32
@@ -64,7 +64,7 @@ class Spot:
 
     number: int
     port: int
-    place: Place = Place()
+    place: Place = NO_PLACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class Launch:
 
     Attributes:
         ready: an `http://` URL that answers 200, or a `redis://` one that answers at all; "": running is enough.
+        alive: a URL of the same kind that answers as long as the process does its work, ready or not.
         url: what it serves; "" for nothing.
         ready_s: how long it may take to be ready.
         grace_s: how long it may take to end when asked to.
@@ -83,6 +84,7 @@ class Launch:
     command: tuple[str, ...]
     env: Mapping[str, str]
     ready: str
+    alive: str
     url: str
     ready_s: float
     grace_s: float
@@ -205,6 +207,7 @@ def _worker(graph: Graph, workers: Workers, spot: Spot, around: Surroundings, en
         tuple(command),
         commands.worker_env(spec, engine, spot.place, inherited=around.environ),
         ready=f"{spec.url}/health",
+        alive=f"{spec.url}/health",
         url=spec.url,
         ready_s=workers.ready_s,
         grace_s=(float(drain) if drain.isdigit() else DRAIN_S) + _AFTER_DRAIN_S,
@@ -235,6 +238,7 @@ def _frontend(
         tuple(commands.router_command(spec, [], programs=around.programs, store="", namespace="")),
         commands.router_env(spec, inherited=around.environ),
         ready=f"{spec.url}/ready",
+        alive=f"{spec.url}/health",
         url=spec.url,
         ready_s=_ROUTER_READY_S,
         grace_s=_ROUTER_GRACE_S,
@@ -256,6 +260,7 @@ def _store(store: Store, spot: Spot, around: Surroundings, env: dict[str, str]) 
         (str(around.store_binary), *args, *store.args),
         {**commands.clean_env(around.environ), **env},
         ready=url,
+        alive=url,
         url=url,
         ready_s=_STORE_READY_S,
         grace_s=_STORE_GRACE_S,
@@ -273,6 +278,7 @@ def _planner(graph: Graph, planner: Planner, around: Surroundings, env: dict[str
         (str(around.programs / "vllm-pd"), *args),
         {**commands.clean_env(around.environ), **told.env, **env},
         ready="",
+        alive="",
         url="",
         ready_s=_PLANNER_READY_S,
         grace_s=_PLANNER_GRACE_S,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from vllm_pd.graph import proc_tree
 from vllm_pd.graph.proc_tree import PROC, ProcessId
-from vllm_pd.graph.processes import RUN_VARIABLE
-from vllm_pd.graph.runs import Record
+from vllm_pd.graph.runs import RUN_VARIABLE, Record
 
 GRACE_S = 45.0
 """What processes get to finish what they do. As long as a supervisor would give workers."""

@@ -24,6 +24,10 @@ import msgspec
 from vllm_pd.errors import GraphError
 from vllm_pd.graph.proc_tree import PROC, ProcessId
 
+RUN_VARIABLE = "PD_GRAPH_RUN"
+"""Marks every process of a run, so that what is left of it can be found whatever became of who started it."""
+CONTROL_VARIABLE = "PD_GRAPH_CONTROL"
+"""Where the processes of a run find its supervisor: the folder of the run."""
 FOLDER_VARIABLE = "VLLM_PD_RUN_DIR"
 _BOOT_ID = PROC / "sys" / "kernel" / "random" / "boot_id"
 
@@ -110,11 +114,14 @@ def folder_of(graph: str, environ: Mapping[str, str]) -> RunFolder:
 
 
 def known(environ: Mapping[str, str]) -> list[RunFolder]:
-    """Folders of graphs that run, or ran and were not cleaned up."""
+    """Folders of graphs that run, or that were left by a supervisor that was killed."""
+    return [folder for folder in ever(environ) if folder.record.exists() or folder.is_locked()]
+
+
+def ever(environ: Mapping[str, str]) -> list[RunFolder]:
+    """Folders of graphs that run or ran."""
     base = root(environ)
-    if not base.is_dir():
-        return []
-    return [RunFolder(path) for path in sorted(base.iterdir()) if (path / "lock").exists()]
+    return [RunFolder(path) for path in sorted(base.iterdir())] if base.is_dir() else []
 
 
 class Started(msgspec.Struct, frozen=True):
