@@ -9,14 +9,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from vllm_pd import console
 from vllm_pd.console import Pool, add_pool_flag, add_store_flags, for_each_pool, positive, print_table
 from vllm_pd.layered import settings_of
-from vllm_pd.planner.settings import PlannerSettings, load
-from vllm_pd.settings_file import read_file
+from vllm_pd.planner.settings import PlannerSettings, read_settings
 from vllm_pd.state.open_registry import open_planner_board
 from vllm_pd.state.planner_board import Leader, PlannerBoard
 
@@ -88,28 +86,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         add(spec.flag, **options)
 
 
-def read_settings(flags: Mapping[str, Any], config: str | None, environ: Mapping[str, str]) -> PlannerSettings:
-    """The settings of a planner, from flags, environment and the file, or the section `planner` of it.
-
-    Raises:
-        SettingsError: one sentence that says what to change.
-    """
-    file: Mapping[str, Any] = {}
-    if config:
-        file = read_file(config, flag="--config", example="ttft: 0.5")
-        section = file.get("planner")
-        if isinstance(section, dict):
-            file = section
-    return load(flags=flags, environ=environ, file=file, file_name=config or "the settings file").value
-
-
 def _run(args: argparse.Namespace) -> int:
     flags = {
         name: getattr(args, f"planner_{name}")
         for name in settings_of(PlannerSettings)
         if hasattr(args, f"planner_{name}")
     }
-    settings = read_settings(flags, getattr(args, "config", None), os.environ)
+    settings = read_settings(flags, getattr(args, "config", ""), os.environ)
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )

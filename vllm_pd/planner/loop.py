@@ -148,7 +148,7 @@ class PlannerLoop:
         planned = await self._take_up(pool, led)
         at_s = self._leadership.store_time_s(pool)
         view = await self._observer.view(pool, workers, at_s)
-        plan, memory = self._decide(pool, view, planned.memory)
+        plan, memory = await self._decide(pool, view, planned.memory)
         begun = begin_step(
             plan, pool, at_s=at_s, planner=self._leadership.planner, term=led.term, dry_run=self._dry_run
         )
@@ -178,11 +178,12 @@ class PlannerLoop:
             planned = self._planned[pool] = _Planned(led.term, memory, left_open=left_open)
         return planned
 
-    def _decide(self, pool: PoolId, view: PoolView, memory: Memory) -> tuple[Plan, Memory]:
+    async def _decide(self, pool: PoolId, view: PoolView, memory: Memory) -> tuple[Plan, Memory]:
         waits = self._settling(pool)
         if waits:
             return Plan(view.at_s, verdict=f"Nothing is changed: {waits}."), memory
-        plan, after = decide(view, memory, self._config)
+        # It may take a while, and requests may be served in this loop.
+        plan, after = await asyncio.to_thread(decide, view, memory, self._config)
         return plan, without(memory, after) if self._dry_run else after
 
     def _settling(self, pool: PoolId) -> str:

@@ -13,6 +13,7 @@ from vllm_pd.layered import Resolved, nearest, setting
 from vllm_pd.planner.actuators.choose import ROLES, check_actuator
 from vllm_pd.planner.config import DynamoLoad, PlannerConfig, Rule
 from vllm_pd.planner.model import Mode
+from vllm_pd.settings_file import read_file
 
 DEFAULTS = PlannerConfig()
 DEFAULT_LEASE_S = 15.0
@@ -308,3 +309,18 @@ def load(
         )
     _ = settings.config
     return resolved
+
+
+def read_settings(flags: Mapping[str, Any], config: str, environ: Mapping[str, str]) -> PlannerSettings:
+    """The settings of a planner, from flags, environment and the file `config`, or the section `planner` of it.
+
+    Raises:
+        SettingsError: one sentence that says what to change.
+    """
+    file: Mapping[str, Any] = {}
+    if config:
+        file = read_file(config, flag="--config", example="ttft: 0.5")
+        section = file.get("planner")
+        if isinstance(section, dict):
+            file = section
+    return load(flags=flags, environ=environ, file=file, file_name=config or "the settings file").value

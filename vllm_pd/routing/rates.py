@@ -47,6 +47,12 @@ class RateLearner:
         )
         self._step = LinearLaw((prior.step_base, prior.step_sequence))
         self._transfer = LinearLaw((prior.transfer_base, prior.transfer_block))
+        self._prefill_fitted = self._step_fitted = False
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether prefilling and decoding were both seen; before, one of them at least is the prior."""
+        return self._prefill_fitted and self._step_fitted
 
     @property
     def rates(self) -> Rates:
@@ -66,6 +72,7 @@ class RateLearner:
         """`work` took `seconds`."""
         fitted = self._prefill.observe(work, seconds)
         if fitted is not None:
+            self._prefill_fitted = True
             base, token, square, context, cpu, ssd = fitted
             self.rates = replace(
                 self.rates,
@@ -81,6 +88,7 @@ class RateLearner:
         """Decode steps of about `running` sequences took `seconds` each."""
         fitted = self._step.observe((1.0, float(running)), seconds)
         if fitted is not None:
+            self._step_fitted = True
             self.rates = replace(self.rates, step_base=fitted[0], step_sequence=fitted[1])
 
     def observe_transfer(self, blocks: int, seconds: float) -> None:
