@@ -89,7 +89,7 @@ class Run:
     unfinished: int = 0
 
 
-class _Worker:
+class SimWorker:
     __slots__ = ("busy", "engine", "index", "reported", "step", "version")
 
     def __init__(self, index: int, engine: Engine) -> None:
@@ -102,15 +102,18 @@ class _Worker:
         self.reported = (0, 0, 0.0)
 
 
-@dataclass(slots=True)
-class _Job:
-    """A request on its way through the cluster."""
+@dataclass(slots=True, eq=False)
+class Job:
+    """One attempt at a request, on its way through the cluster."""
 
     token: int
     request: TraceRequest
     served: Served
     placement: Placement
     prefill: Work | None = None
+    """Of the prefill worker, if another one decodes."""
+    decode: Work | None = None
+    """Of the worker that answers, once it was sent there."""
 
 
 class Cluster:
@@ -119,7 +122,7 @@ class Cluster:
     def __init__(self, config: ClusterConfig, router: SimRouter | None = None) -> None:
         self.config = config
         self.run = Run(config)
-        self._workers = [_Worker(i, Engine(config.engine, config.timing)) for i in range(len(config.roles))]
+        self._workers = [SimWorker(i, Engine(config.engine, config.timing)) for i in range(len(config.roles))]
         self._router = router or SimRouter(
             config.policy,
             config.roles,
@@ -130,10 +133,14 @@ class Cluster:
         )
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
+        self._tokens = itertools.count()
         self._open = 0
 
-    def simulate(self, trace: Sequence[TraceRequest], progress: Callable[[int], None] | None = None) -> Run:
-        """Replay a trace until its last request has ended. `progress` is told the number of arrivals so far."""
+    def simulate(
+        self, trace: Sequence[TraceRequest], progress: Callable[[int], None] | None = None, until: float = float("inf")
+    ) -> Run:
+        """Replay a trace until its last request has ended, or to the time `until`. `progress` is told the number of
+        arrivals so far."""
         arrivals = ((request.at / self.config.speed, request) for request in trace)
         arriving = next(arrivals, None)
         report_at = self.config.report_every
@@ -157,6 +164,8 @@ class Cluster:
                 if progress and not arrived % 100:
                     progress(arrived)
                 arriving = next(arrivals, None)
+            elif due > until:
+                break
             else:
                 now, _, action = heapq.heappop(self._queue)
                 action(now)
@@ -175,18 +184,26 @@ class Cluster:
             self.run.refused += 1
             return
         self._open += 1
-        token = len(self.run.served)
-        placement = self._router.place(token, request, now)
-        served = Served(now, request.prompt, request.output, worker=placement.worker)
+        served = Served(now, request.prompt, request.output)
         self.run.served.append(served)
-        job = _Job(token, request, served, placement)
+        self._place(request, served, now)
+
+    def _place(self, request: TraceRequest, served: Served, now: float) -> None:
+        token = next(self._tokens)
+        placement = self._router.place(token, request, now)
+        job = Job(token, request, served, placement)
+        served.worker = placement.worker
+        self._placed(job)
         if placement.prefiller is None:
-            work = Work(job, request.prompt, request.output, request.keys, priority=placement.turn)
-            self._send(placement.worker, work, now)
+            job.decode = Work(job, request.prompt, request.output, request.keys, priority=placement.turn)
+            self._send(placement.worker, job.decode, now)
             return
         served.prefiller = placement.prefiller
         job.prefill = Work(job, request.prompt, 1, request.keys, hold=True, priority=placement.turn)
         self._send(placement.prefiller, job.prefill, now)
+
+    def _placed(self, job: Job) -> None:
+        """It is known where a request goes; it is sent now."""
 
     def _send(self, index: int, work: Work, now: float) -> None:
         worker = self._workers[index]
@@ -198,7 +215,7 @@ class Cluster:
 
     # Engines.
 
-    def _begin(self, worker: _Worker, now: float) -> None:
+    def _begin(self, worker: SimWorker, now: float) -> None:
         worker.version += 1
         step = worker.step = worker.engine.begin(now)
         if step is not None:
@@ -209,14 +226,14 @@ class Cluster:
         if at is not None and worker.step is None:
             self._wake(worker, at)
 
-    def _cut(self, worker: _Worker, now: float) -> None:
+    def _cut(self, worker: SimWorker, now: float) -> None:
         assert worker.step is not None
         ends = worker.step.ends
         if worker.engine.cut(now) < ends:
             worker.version += 1
             self._wake(worker, worker.step.ends)
 
-    def _wake(self, worker: _Worker, at: float) -> None:
+    def _wake(self, worker: SimWorker, at: float) -> None:
         version = worker.version
 
         def wake(now: float) -> None:
@@ -225,37 +242,50 @@ class Cluster:
 
         self._at(at, wake)
 
-    def _end(self, worker: _Worker, now: float) -> None:
+    def _end(self, worker: SimWorker, now: float) -> None:
         step = worker.step
         outcome = worker.engine.end()
         if step is not None:
             worker.busy += step.seconds
             worker.step = None
             if step.decoding:
-                self.run.gaps[round(step.each / ITL_RESOLUTION)] += step.decoding * step.iterations
+                self._gaps(step.each, step.decoding * step.iterations)
         self._apply(worker, outcome, now)
+        self._between_steps(worker, now)
         if worker.step is None:
             self._begin(worker, now)
 
-    def _apply(self, worker: _Worker, outcome: Outcome, now: float) -> None:
+    def _gaps(self, seconds: float, count: int) -> None:
+        """So many tokens came so long after the one before them."""
+        self.run.gaps[round(seconds / ITL_RESOLUTION)] += count
+
+    def _between_steps(self, worker: SimWorker, now: float) -> None:
+        """What has come of a step is told; the next one has not begun."""
+
+    def _apply(self, worker: SimWorker, outcome: Outcome, now: float) -> None:
         if outcome.changed:
             changed = outcome.changed
             self._at(now + self.config.event_delay, lambda _: self._router.apply(worker.index, changed))
         for work in outcome.fetched:
-            job = _job(work)
-            if job.prefill is not None and job.placement.prefiller is not None:
-                self._release(self._workers[job.placement.prefiller], job.prefill, now)
+            self._fetched(_job(work), now)
         for work in outcome.first_tokens:
             job = _job(work)
             if work is job.prefill:
                 continue
-            job.served.first_token = now
-            self._router.first_token(job.token, now)
+            self._first_token(job, now)
         for work in outcome.finished:
             self._finished(_job(work), work, now)
 
-    def _finished(self, job: _Job, work: Work, now: float) -> None:
-        request, served = job.request, job.served
+    def _fetched(self, job: Job, now: float) -> None:
+        if job.prefill is not None and job.placement.prefiller is not None:
+            self._release(self._workers[job.placement.prefiller], job.prefill, now)
+
+    def _first_token(self, job: Job, now: float) -> None:
+        job.served.first_token = now
+        self._router.first_token(job.token, now)
+
+    def _finished(self, job: Job, work: Work, now: float) -> None:
+        served = job.served
         size = self.config.engine.block_size
         if work is job.prefill or job.prefill is None:
             served.gpu += work.gpu_hits * size
@@ -263,14 +293,19 @@ class Cluster:
             served.ssd += work.ssd_hits * size
         served.preemptions += work.preemptions
         if work is job.prefill:
-            self._router.prefilled(job.token, now)
-            self._send(job.placement.worker, Work(job, request.prompt, request.output, request.keys, remote=True), now)
+            self._prefilled(job, now)
             return
         served.finished = now
         self._open -= 1
         self._router.finish(job.token, now)
 
-    def _release(self, worker: _Worker, work: Work, now: float) -> None:
+    def _prefilled(self, job: Job, now: float) -> None:
+        request = job.request
+        self._router.prefilled(job.token, now)
+        job.decode = Work(job, request.prompt, request.output, request.keys, remote=True)
+        self._send(job.placement.worker, job.decode, now)
+
+    def _release(self, worker: SimWorker, work: Work, now: float) -> None:
         worker.engine.release(work)
         if worker.engine.waiting:
             if worker.step is None:
@@ -292,6 +327,6 @@ class Cluster:
         heapq.heappush(self._queue, (time, next(self._order), action))
 
 
-def _job(work: Work) -> _Job:
-    assert isinstance(work.tag, _Job)
+def _job(work: Work) -> Job:
+    assert isinstance(work.tag, Job)
     return work.tag

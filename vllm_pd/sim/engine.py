@@ -72,6 +72,16 @@ class Engine:
         return not (self._running or self._waiting or self._loads)
 
     @property
+    def empty(self) -> bool:
+        """Whether it has no request, and holds no block for another worker."""
+        return self.idle and not self.pool.used
+
+    @property
+    def unstarted(self) -> Iterator[Work]:
+        """Requests in its queue of which nothing is done or loaded yet."""
+        return (work for work in self._waiting if not (work.blocks or work.generated))
+
+    @property
     def next_load(self) -> float | None:
         """When the next load ends, while no step is in progress that would notice."""
         return self._loads[0][0] if self._loads else None

@@ -1,15 +1,19 @@
-"""The router of a simulated cluster: it knows what a real one would be told, and chooses with the same functions."""
+"""The router of a simulated cluster: it knows what a real one would be told, and chooses with the same functions.
+
+Workers may come, go and change what work they are given; one that went keeps its index.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_pd.block_hash import BlockKey
 from vllm_pd.routing import policies
+from vllm_pd.routing.choose import choose
 from vllm_pd.routing.ledger import EngineLedger
-from vllm_pd.routing.model import Ask, Choice
+from vllm_pd.routing.model import Ask, Choice, Rates
 from vllm_pd.routing.plan import plan
 from vllm_pd.routing.policies.base import Policy
 from vllm_pd.routing.prefix_index import PrefixIndex
@@ -31,6 +35,8 @@ class Placement:
     prefiller: int | None = None
     turn: float = 0.0
     """The priority of the prompt's computation."""
+    uncached: int = 0
+    """Prompt tokens that are expected to be computed."""
 
 
 class SimRouter:
@@ -45,27 +51,81 @@ class SimRouter:
         rule: SplitRule = DEFAULT_RULE,
         seed: int = 0,
         temperature: float = 0.0,
+        both_hand_over: bool = False,
     ) -> None:
-        """`policy` is a policy or the name of one. Raises SettingsError for an unknown name."""
+        """Args:
+        policy: one, or its name.
+        both_hand_over: workers that do both prefill for others too, as a real router has them do.
+
+        Raises:
+            SettingsError: an unknown name.
+        """
         self._rule = rule
         self._policy = policies.policy(policy) if isinstance(policy, str) else policy
         self._block_size = engine.block_size
         self._temperature = temperature
         self._random = random.Random(seed)
         self._index = PrefixIndex()
-        learner = RateLearner()
-        self._ledgers = [
-            EngineLedger(Holder(WorkerId(f"{role}-{i}")), _POOL, role, engine.gpu_blocks, learner)
-            for i, role in enumerate(roles)
-        ]
-        for ledger in self._ledgers:
-            ledger.ordered = engine.scheduling_policy == "priority"
-            self._index.add(ledger.holder)
-        self._decoders = [i for i, role in enumerate(roles) if role.decodes]
-        self._prefillers = [i for i, role in enumerate(roles) if role is Role.PREFILL]
+        self._engine = engine
+        self._both_hand_over = both_hand_over
+        self._learner = RateLearner()
+        self._prior = self._learner.rates
+        self._ledgers: list[EngineLedger] = []
+        self._decoders: list[int] = []
+        self._prefillers: list[int] = []
+        for role in roles:
+            self.add(role)
         self._placed: dict[int, tuple[Placement, int]] = {}
         """Requests in progress: where, and how many tokens the answer will have."""
         self._picks = 0
+
+    # Workers.
+
+    @property
+    def has_decoders(self) -> bool:
+        """Whether a request can be placed at all."""
+        return bool(self._decoders)
+
+    @property
+    def rates(self) -> Rates | None:
+        """Of the usual worker, as learned; None before anything was."""
+        return self._learner.rates if self._learner.rates is not self._prior else None
+
+    def add(self, role: Role) -> int:
+        """A worker came up, with an empty cache. Returns its index, the next one."""
+        index = len(self._ledgers)
+        holder = Holder(WorkerId(f"{role}-{index}"))
+        ledger = EngineLedger(holder, _POOL, role, self._engine.gpu_blocks, self._learner)
+        ledger.ordered = self._engine.scheduling_policy == "priority"
+        self._ledgers.append(ledger)
+        self._index.add(holder)
+        self.give(index, role)
+        return index
+
+    def give(self, worker: int, role: Role | None) -> None:
+        """From now on the worker gets the new work of this role; None: no new work."""
+        for indexes, does in (
+            (self._decoders, role is not None and role.decodes),
+            (self._prefillers, role is Role.PREFILL or (role is Role.BOTH and self._both_hand_over)),
+        ):
+            if does and worker not in indexes:
+                indexes.append(worker)
+                indexes.sort()
+            elif not does and worker in indexes:
+                indexes.remove(worker)
+        if role is not None:
+            self._ledgers[worker].role = role
+
+    def decodes(self, worker: int) -> bool:
+        """Whether it gets new decode work."""
+        return worker in self._decoders
+
+    def remove(self, worker: int) -> None:
+        """The worker is gone; what it held is forgotten."""
+        self.give(worker, None)
+        self._index.remove(self._ledgers[worker].holder)
+
+    # Requests.
 
     def place(self, token: int, request: TraceRequest, now: float) -> Placement:
         """Choose, and count the request as sent."""
@@ -87,7 +147,8 @@ class SimRouter:
         if made.prefill is not None:
             prefiller = self._prefillers[made.prefill.chosen]
             turn = self._begin(prefiller, made.prefill, token, ask, now)
-        placement = Placement(worker, prefiller, turn)
+        uncached = (made.prefill or made.decode).best.uncached
+        placement = Placement(worker, prefiller, turn, uncached)
         self._placed[token] = placement, request.output
         return placement
 
@@ -110,13 +171,41 @@ class SimRouter:
         """The first token of an answer came."""
         self._ledgers[self._placed[token][0].worker].first_token(token, now)
 
+    def redirect(self, token: int, request: TraceRequest, now: float) -> Placement | None:
+        """The prompt is computed, and another worker than was thought is to decode: the one that was gets no new work.
+
+        None, and nothing is changed, where there is no other. To be called before `prefilled`.
+        """
+        before, output = self._placed[token]
+        among = [i for i in self._decoders if i != before.prefiller]
+        if not among:
+            return None
+        self._ledgers[before.worker].finish(token, now)
+        ask = Ask(request.prompt, self._block_size, keys=request.keys)
+        overlaps = self._index.lookup(request.keys)
+        choice = choose(self._policy, ask, [self._ledgers[i] for i in among], overlaps, now)
+        worker = among[choice.chosen]
+        self._begin(worker, choice, token, ask, now, remote=True)
+        placement = replace(before, worker=worker)
+        self._placed[token] = placement, output
+        return placement
+
+    def withdraw(self, token: int, now: float) -> None:
+        """A request is taken from its workers without an end."""
+        placement, _ = self._placed.pop(token)
+        self._ledgers[placement.worker].finish(token, now)
+        if placement.prefiller is not None:
+            self._ledgers[placement.prefiller].finish(token, now)
+
     def finish(self, token: int, now: float) -> None:
         """An answer ended."""
         placement, output = self._placed.pop(token)
         self._ledgers[placement.worker].finish(token, now, output)
 
     def apply(self, worker: int, changed: Mapping[BlockKey, int]) -> None:
-        """A worker's cache changed: key -> tier bits."""
+        """A worker's cache changed: key -> tier bits. Ignored of one that is gone."""
+        if self._ledgers[worker].holder not in self._index:
+            return
         packed: dict[int, list[BlockKey]] = {}
         for key, bits in changed.items():
             packed.setdefault(bits, []).append(key)

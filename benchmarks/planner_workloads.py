@@ -1,0 +1,135 @@
+"""What arrives in `benchmarks.planner`: made-up hours whose mix of prompts and answers shifts, and public traces."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_pd.sim.timing import TimingModel
+from vllm_pd.sim.trace import TraceRequest, read_trace
+from vllm_pd.sim.work import EngineConfig
+
+SMALL_GPU = TimingModel(
+    prefill_base=0.02,
+    prefill_token=1.65e-4,
+    prefill_square=5e-9,
+    cached_square=5e-9,
+    decode_base=0.028,
+    decode_kv=0.04,
+    decode_kv_square=0.0,
+)
+"""Eight billion parameters in 8 bits on a 24-GB inference GPU: 0.3 TB/s of memory and some 100 TFLOP/s. A few requests
+a second keep 16 of these busy, so an hour is some thousand requests."""
+SMALL_ENGINE = EngineConfig(gpu_blocks=180, block_size=512, max_num_batched_tokens=4096)
+"""What is left of 24 GB holds 92,000 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Requests of one kind; lengths are uniform within these bounds."""
+
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+
+
+READERS = Kind((8_000, 24_000), (50, 150))
+"""Long documents, short answers."""
+WRITERS = Kind((500, 1_500), (1_500, 3_500))
+"""Short questions, long answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What arrives, at which workers, and what is promised to it. Times in seconds."""
+
+    name: str
+    ttft_s: float
+    itl_s: float
+    shifts: bool
+    """Whether the mix of prompts and answers does, so that no fixed split is right all the time."""
+    seconds: float = 3600.0
+    reading: Callable[[float], float] | None = None
+    """Readers that arrive a second, at a time; `writing` alike. None: a trace."""
+    writing: Callable[[float], float] | None = None
+    trace: str = ""
+    speed: float = 1.0
+    timing: TimingModel = SMALL_GPU
+    engine: EngineConfig = SMALL_ENGINE
+
+    def requests(self, traces: Path) -> list[TraceRequest]:
+        """The same each time. Raises SettingsError when the trace cannot be read."""
+        if self.reading is None or self.writing is None:
+            return read_trace(traces / f"{self.trace}_trace.jsonl")
+        made = [
+            *_arrivals(READERS, self.reading, self.seconds, random.Random(1)),
+            *_arrivals(WRITERS, self.writing, self.seconds, random.Random(2)),
+        ]
+        return sorted(made, key=lambda request: request.at)
+
+
+def _arrivals(kind: Kind, rate: Callable[[float], float], seconds: float, chance: random.Random) -> list[TraceRequest]:
+    """Independent arrivals whose rate changes: candidates at the highest rate, of which some are kept."""
+    most = max(rate(float(at)) for at in range(int(seconds)))
+    found: list[TraceRequest] = []
+    at = 0.0
+    while (at := at + chance.expovariate(most)) < seconds:
+        if chance.random() * most < rate(at):
+            found.append(TraceRequest(at, chance.randint(*kind.prompt), chance.randint(*kind.output), ()))
+    return found
+
+
+def _wave(at: float, period: float) -> float:
+    return math.sin(2 * math.pi * at / period)
+
+
+def _total(at: float) -> float:
+    """Of the sinusoid: requests a second."""
+    return 1.9 * (1.0 + 0.3 * _wave(at, 1800.0))
+
+
+def _part(at: float) -> float:
+    """Of the sinusoid: readers among them."""
+    return 0.45 + 0.35 * _wave(at, 2400.0)
+
+
+def _between(at: float, begin: float, end: float) -> bool:
+    return begin <= at < end
+
+
+SINUSOID = Workload(
+    "sinusoid", 10.0, 0.06, True, reading=lambda t: _total(t) * _part(t), writing=lambda t: _total(t) * (1 - _part(t))
+)
+STEP = Workload(
+    "step",
+    10.0,
+    0.06,
+    True,
+    reading=lambda t: 1.6 if _between(t, 1200, 2400) else 0.25,
+    writing=lambda t: 0.4 if _between(t, 1200, 2400) else 1.7,
+)
+SPIKE = Workload(
+    "spike",
+    10.0,
+    0.06,
+    True,
+    seconds=2400.0,
+    reading=lambda t: 2.0 if _between(t, 900, 1200) else 0.4,
+    writing=lambda t: 0.8,
+)
+CONVERSATION = Workload(
+    "conversation trace",
+    3.0,
+    0.015,
+    False,
+    trace="conversation",
+    speed=2.0,
+    timing=TimingModel(),
+    engine=EngineConfig(),
+)
+SYNTHETIC = Workload(
+    "synthetic trace", 3.0, 0.015, False, trace="synthetic", speed=2.0, timing=TimingModel(), engine=EngineConfig()
+)
+WORKLOADS = (SINUSOID, STEP, SPIKE, CONVERSATION, SYNTHETIC)

@@ -1,0 +1,519 @@
+"""A simulated cluster whose workers come, go and change their roles, with the planner in the same virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from vllm_pd.planner.memory import Memory
+from vllm_pd.planner.model import (
+    PLANNER,
+    Action,
+    AddAction,
+    GiveUp,
+    MoveAction,
+    Plan,
+    PoolView,
+    QueueView,
+    RemoveAction,
+    StartView,
+    WorkerView,
+)
+from vllm_pd.planner.plan import step
+from vllm_pd.sim.cluster import Cluster, Job, Run, Served, SimWorker
+from vllm_pd.sim.engine import Engine
+from vllm_pd.sim.planned_config import PlannedConfig
+from vllm_pd.sim.planned_view import Counts
+from vllm_pd.sim.router import SimRouter
+from vllm_pd.sim.trace import TraceRequest
+from vllm_pd.sim.work import Work
+from vllm_pd.state.base import Epoch, PoolId, Role, WorkerId
+
+_POOL = PoolId("simulated")
+
+Step = Callable[[PoolView, Memory], tuple[Plan, Memory]]
+"""A planner's step, its configuration included."""
+
+
+class State(StrEnum):
+    """Of a start of a worker."""
+
+    STARTING = "starting"
+    UP = "up"
+    MOVING = "moving"
+    """It drains to change its role."""
+    LEAVING = "leaving"
+    """It drains to go."""
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One start of a worker."""
+
+    id: WorkerId
+    epoch: Epoch
+    role: Role
+    asked_at: float
+    started_as: Role
+    index: int = -1
+    """Among engines and in the router; below 0 until it is up."""
+    state: State = State.STARTING
+    moving_to: Role | None = None
+    since: float = 0.0
+    """When it came into its state."""
+    asked_by: str = ""
+    gone_at: float | None = None
+    listed_until: float | None = None
+    """Where it died: others do not know yet."""
+    returns_as: Role | None = None
+    """Where it leaves to start again in another role."""
+    prefilling: dict[Job, None] = field(default_factory=dict)
+    """Whose prompts it computes for others, or holds for them."""
+    decoding: dict[Job, None] = field(default_factory=dict)
+    """Sent to it to be answered."""
+    dropping: Callable[[float], None] | None = None
+    """To be done when the step in progress has ended."""
+
+
+@dataclass(slots=True)
+class PlannedRun:
+    """What came of a simulation with changing workers."""
+
+    config: PlannedConfig
+    run: Run
+    members: list[Member] = field(default_factory=list)
+    arrivals: int = 0
+    turned_away: int = 0
+    """Requests for which nobody decoded."""
+    lost: int = 0
+    """Answers that broke off and that nobody could continue exactly."""
+    handed_over: int = 0
+    moves: list[float] = field(default_factory=list)
+    """Seconds that each change of role took."""
+    undone: int = 0
+    starts: int = 0
+    given_up: int = 0
+    removed: int = 0
+    died: int = 0
+    horizon: float = 0.0
+    """The last arrival."""
+    plans: list[Plan] = field(default_factory=list)
+    sizes: list[tuple[float, int, int, int]] = field(default_factory=list)
+    """At each step of a planner: workers that prefill, decode, do both."""
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Of all workers from the moment each was asked for until it was gone, up to the last arrival."""
+        end = self.horizon
+        return sum(
+            max(0.0, min(end, end if member.gone_at is None else member.gone_at) - member.asked_at)
+            for member in self.members
+        )
+
+
+class PlannedCluster(Cluster):
+    """Runs one trace once. `step` stands in for the planner's own."""
+
+    def __init__(self, config: PlannedConfig, step: Step | None = None) -> None:
+        cluster = config.cluster
+        router = SimRouter(
+            cluster.policy,
+            cluster.roles,
+            cluster.engine,
+            rule=cluster.rule,
+            seed=cluster.seed,
+            temperature=cluster.temperature,
+            both_hand_over=True,
+        )
+        super().__init__(cluster, router)
+        self._router: SimRouter = router
+        self._planned = config
+        self._life = config.life
+        self._step = step or _planner_step(config)
+        self._memory = Memory()
+        self._view: PoolView | None = None
+        self._counts = Counts()
+        self._chance = random.Random(cluster.seed + 1)
+        self._by_index: list[Member] = []
+        self._names = 0
+        self.planned = PlannedRun(config, self.run)
+        for index, role in enumerate(cluster.roles):
+            member = self._new_member(role, 0.0)
+            member.state, member.index = State.UP, index
+            self._by_index.append(member)
+
+    def simulate_planned(self, trace: Sequence[TraceRequest]) -> PlannedRun:
+        """Replay a trace until its last request has ended, or for the grace after the last arrival."""
+        planned = self.planned
+        planned.arrivals = len(trace)
+        planned.horizon = trace[-1].at / self.config.speed if trace else 0.0
+        planner = self._planned.planner
+        if self._step is not None and planner is not None:
+            self._at(max(0.0, planner.interval_s - self._life.seen_after), self._look)
+        if self._life.lost_per_hour:
+            for member in list(self._by_index):
+                self._doom(member, 0.0)
+        self.simulate(trace, until=planned.horizon + self._planned.grace)
+        return planned
+
+    # The planner.
+
+    def _look(self, now: float) -> None:
+        """What is seen now is what the planner goes by a little later."""
+        planner = self._planned.planner
+        assert planner is not None
+        at = now + self._life.seen_after
+        age = self._life.seen_after
+        waiting = [
+            (job.placement.uncached, at - job.served.arrived)
+            for member in self._by_index
+            if member.state in (State.UP, State.MOVING)
+            for job in self._unstarted(member)
+        ]
+        starting = [m for m in self.planned.members if m.state is State.STARTING]
+        starts = tuple(
+            StartView(role, len(these), at - min(m.asked_at for m in these))
+            for role in Role
+            if (these := [m for m in starting if m.role is role])
+        )
+        view = PoolView(
+            pool=_POOL,
+            at_s=at,
+            workers=tuple(self._seen(m, at) for m in self._listed(now)),
+            queue=QueueView(len(waiting), sum(w[0] for w in waiting), max((w[1] for w in waiting), default=0.0)),
+            traffic=self._counts.traffic(now, planner.ttft_s, planner.itl_s, age),
+            rates=self._router.rates,
+            kv_tokens=self.config.engine.gpu_blocks * self.config.engine.block_size,
+            starts=starts,
+            age_s=age,
+        )
+        self._counts = Counts(since=now)
+        self._at(at, lambda now: self._plan(view, now))
+        self._at(now + planner.interval_s, self._look)
+
+    def _plan(self, view: PoolView, now: float) -> None:
+        assert self._step is not None
+        plan, self._memory = self._step(view, self._memory)
+        planned = self.planned
+        planned.plans.append(plan)
+        sizes = Counter(worker.role for worker in view.workers if not worker.draining)
+        planned.sizes.append((now, sizes[Role.PREFILL], sizes[Role.DECODE], sizes[Role.BOTH]))
+        for given in plan.give_up:
+            self._give_up(given, now)
+        for action in plan.actions:
+            self._at(now + self._life.obeys_after, lambda now, action=action: self._act(action, now))  # type: ignore[misc]
+
+    def _listed(self, now: float) -> Iterable[Member]:
+        for member in self._by_index:
+            if member.state is not State.GONE or (member.listed_until or 0.0) > now:
+                yield member
+
+    def _seen(self, member: Member, at: float) -> WorkerView:
+        engine = self._workers[member.index].engine
+        return WorkerView(
+            id=member.id,
+            epoch=member.epoch,
+            role=member.role,
+            moving_to=member.moving_to,
+            moving_for_s=at - member.since if member.moving_to is not None else 0.0,
+            asked_by=member.asked_by,
+            draining=member.state is State.LEAVING,
+            running=engine.running,
+            waiting=engine.waiting,
+            kv_usage=engine.kv_usage,
+            load_age_s=self._life.seen_after,
+        )
+
+    def _act(self, action: Action, now: float) -> None:
+        if isinstance(action, AddAction):
+            for _ in range(action.count):
+                self.planned.starts += 1
+                self._start(action.role, now)
+            return
+        member = next(
+            (m for m in self._by_index if (m.id, m.epoch, m.state) == (action.worker, action.epoch, State.UP)), None
+        )
+        if member is None:
+            return
+        if isinstance(action, RemoveAction):
+            self.planned.removed += 1
+            self._leave(member, now)
+        elif action.to is not member.role:
+            self._move(member, action, now)
+
+    # Starts and ends.
+
+    def _new_member(self, role: Role, now: float) -> Member:
+        self._names += 1
+        member = Member(WorkerId(f"w{self._names}"), Epoch(1), role, now, role)
+        self.planned.members.append(member)
+        return member
+
+    def _start(self, role: Role, now: float, again: Member | None = None) -> None:
+        """Ask for a worker, or for another start of one."""
+        member = self._new_member(role, now)
+        if again is not None:
+            self._names -= 1
+            member.id, member.epoch = again.id, Epoch(again.epoch + 1)
+        life = self._life
+        if life.start_fails and self._chance.random() < life.start_fails:
+            return
+        takes = life.cold_start * (1.0 + life.start_spread * self._chance.uniform(-1.0, 1.0))
+        self._at(now + takes, lambda now: self._up(member, now))
+
+    def _up(self, member: Member, now: float) -> None:
+        if member.state is not State.STARTING:
+            return
+        member.index = self._router.add(member.role)
+        member.state, member.since = State.UP, now
+        self._workers.append(SimWorker(member.index, Engine(self.config.engine, self.config.timing)))
+        self._by_index.append(member)
+        self._doom(member, now)
+
+    def _give_up(self, given: GiveUp, now: float) -> None:
+        waiting = [m for m in self.planned.members if m.state is State.STARTING and m.role is given.role]
+        for member in sorted(waiting, key=lambda m: m.asked_at)[: given.count]:
+            self.planned.given_up += 1
+            self._gone(member, now)
+
+    def _gone(self, member: Member, now: float) -> None:
+        member.state, member.gone_at, member.moving_to = State.GONE, now, None
+        if member.index >= 0:
+            self._router.remove(member.index)
+
+    def _leave(self, member: Member, now: float) -> None:
+        """Drain and go."""
+        member.state, member.since = State.LEAVING, now
+        self._router.give(member.index, None)
+        self._give_back(member, now)
+        self._at(now + self._life.hand_over_after, lambda now: self._hand_over(member, now, State.LEAVING))
+        self._settle(member, now)
+
+    def _doom(self, member: Member, now: float) -> None:
+        if self._life.lost_per_hour:
+            after = self._chance.expovariate(self._life.lost_per_hour / 3600)
+            self._at(now + after, lambda now: self._between(member, now, self._die))
+
+    def _die(self, member: Member, now: float) -> None:
+        if member.state is State.GONE:
+            return
+        self.planned.died += 1
+        returns = member.state is not State.LEAVING
+        self._gone(member, now)
+        member.listed_until = now + self._life.lease
+        again: list[tuple[Job, int]] = []
+        # Those held for others last: the engine goes on when one of them is released, unless it has nothing to do.
+        for job in [*member.decoding, *sorted(member.prefilling, key=lambda job: job.decode is not None)]:
+            generated = self._taken(job, now)
+            if job.served.first_token >= 0 and not self._continuable(job):
+                self.planned.lost += 1
+                self._open -= 1
+            else:
+                again.append((job, generated))
+        for job, generated in again:
+            self._again(job, generated, now)
+        if returns:
+            self._start(member.started_as, now, member)
+
+    # Changes of role.
+
+    def _move(self, member: Member, action: MoveAction, now: float) -> None:
+        if not self._life.in_place:
+            member.returns_as = action.to
+            self._leave(member, now)
+            return
+        member.state, member.since, member.moving_to = State.MOVING, now, action.to
+        member.asked_by = PLANNER
+        kept = {Role.PREFILL, Role.DECODE} if member.role is Role.BOTH else {member.role}
+        if action.to is not Role.BOTH:
+            kept &= {action.to}
+        self._router.give(member.index, kept.pop() if len(kept) == 1 else member.role if kept else None)
+        if not action.to.prefills:
+            self._give_back(member, now)
+        life, since = self._life, now
+        self._at(now + life.hand_over_after, lambda now: self._hand_over(member, now, State.MOVING, since))
+        self._at(now + life.move_timeout, lambda now: self._undo(member, since))
+        self._settle(member, now)
+
+    def _undo(self, member: Member, since: float) -> None:
+        if member.state is State.MOVING and member.since == since:
+            member.state, member.moving_to = State.UP, None
+            self.planned.undone += 1
+            self._router.give(member.index, member.role)
+
+    def _settle(self, member: Member, now: float) -> None:
+        """Whether what drains has drained."""
+        if member.state is State.MOVING:
+            to = member.moving_to
+            assert to is not None
+            if (member.prefilling and not to.prefills) or (member.decoding and not to.decodes):
+                return
+            self.planned.moves.append(now - member.since)
+            member.state, member.role, member.moving_to, member.since = State.UP, to, None, now
+            self._router.give(member.index, to)
+        elif member.state is State.LEAVING and not member.prefilling and not member.decoding:
+            self._gone(member, now)
+            if member.returns_as is not None:
+                self.planned.moves.append(now - member.since)
+                self._start(member.returns_as, now, member)
+
+    def _unstarted(self, member: Member) -> list[Job]:
+        """Whose prompts wait for it, of those that it computes for others."""
+        waiting = set(self._workers[member.index].engine.unstarted)
+        return [job for job in member.prefilling if job.prefill in waiting]
+
+    def _give_back(self, member: Member, now: float) -> None:
+        for job in self._unstarted(member):
+            self._again(job, self._taken(job, now), now)
+
+    def _hand_over(self, member: Member, now: float, state: State, since: float | None = None) -> None:
+        """The streams of a worker that drains go on elsewhere, if it still does."""
+
+        def hand_over(member: Member, now: float) -> None:
+            if member.state is not state or (since is not None and member.since != since):
+                return
+            if member.moving_to is not None and member.moving_to.decodes:
+                return
+            jobs = [j for j in member.decoding if j.served.first_token < 0 or self._continuable(j)]
+            self.planned.handed_over += len(jobs)
+            for job, generated in [(job, self._taken(job, now)) for job in jobs]:
+                self._again(job, generated, now)
+            self._settle(member, now)
+
+        self._between(member, now, hand_over)
+
+    # Requests that go on elsewhere.
+
+    def _continuable(self, job: Job) -> bool:
+        # The same answer each time it is asked of a request.
+        return hash((job.request.at, job.served.prompt)) % 1000 < 1000 * self._life.continuable
+
+    def _between(self, member: Member, now: float, action: Callable[[Member, float], None]) -> None:
+        """Do something to a worker's requests when its step in progress has ended."""
+        if member.index < 0 or member.state is State.GONE:
+            return
+        worker = self._workers[member.index]
+        if worker.step is None:
+            action(member, now)
+            return
+        earlier = member.dropping
+
+        def both(now: float) -> None:
+            if earlier is not None:
+                earlier(now)
+            action(member, now)
+
+        member.dropping = both
+        self._cut(worker, now)
+
+    def _between_steps(self, worker: SimWorker, now: float) -> None:
+        dropping = self._by_index[worker.index].dropping
+        if dropping is not None:
+            self._by_index[worker.index].dropping = None
+            dropping(now)
+
+    def _taken(self, job: Job, now: float) -> int:
+        """Take a request from all workers. Returns how many tokens of its answer are there."""
+        generated = 0
+        decoder = self._by_index[job.placement.worker]
+        if job in decoder.decoding:
+            del decoder.decoding[job]
+            if job.decode is not None:
+                engine = self._workers[decoder.index].engine
+                generated = engine.generated(job.decode)
+                engine.abort(job.decode)
+        if job.placement.prefiller is not None and job.prefill is not None:
+            prefiller = self._by_index[job.placement.prefiller]
+            if job in prefiller.prefilling:
+                engine = self._workers[prefiller.index].engine
+                if job.decode is None:
+                    engine.abort(job.prefill)
+                    del prefiller.prefilling[job]
+                    self._settle(prefiller, now)
+                else:
+                    self._release(self._workers[prefiller.index], job.prefill, now)
+        self._settle(decoder, now)
+        self._router.withdraw(job.token, now)
+        return generated
+
+    def _again(self, job: Job, generated: int, now: float) -> None:
+        """Place a request again, with the tokens it has as part of the prompt."""
+        request = job.request
+        rest = TraceRequest(request.at, request.prompt + generated, request.output - generated, request.keys)
+        self._place(rest, job.served, now)
+
+    # What the cluster tells.
+
+    def _arrive(self, request: TraceRequest, now: float) -> None:
+        self._counts.arrivals += 1
+        self._counts.prompt_tokens += request.prompt
+        if self._router.has_decoders:
+            super()._arrive(request, now)
+        else:
+            self.planned.turned_away += 1
+
+    def _place(self, request: TraceRequest, served: Served, now: float) -> None:
+        if self._router.has_decoders:
+            super()._place(request, served, now)
+        else:
+            self._at(now + 1.0, lambda now: self._place(request, served, now))
+
+    def _placed(self, job: Job) -> None:
+        placement = job.placement
+        if job.served.first_token < 0:
+            self._counts.uncached_tokens += placement.uncached
+        if placement.prefiller is None:
+            self._by_index[placement.worker].decoding[job] = None
+        else:
+            self._by_index[placement.prefiller].prefilling[job] = None
+
+    def _prefilled(self, job: Job, now: float) -> None:
+        if not self._router.decodes(job.placement.worker):
+            placement = self._router.redirect(job.token, job.request, now)
+            if placement is None:
+                assert job.placement.prefiller is not None and job.prefill is not None
+                self._router.withdraw(job.token, now)
+                self._release(self._workers[job.placement.prefiller], job.prefill, now)
+                self._again(job, 0, now)
+                return
+            job.placement = placement
+            job.served.worker = placement.worker
+        self._by_index[job.placement.worker].decoding[job] = None
+        super()._prefilled(job, now)
+
+    def _first_token(self, job: Job, now: float) -> None:
+        self._router.first_token(job.token, now)
+        if job.served.first_token < 0:
+            job.served.first_token = now
+            self._counts.first_token(now - job.served.arrived)
+        else:
+            self._counts.output_tokens += 1
+
+    def _gaps(self, seconds: float, count: int) -> None:
+        super()._gaps(seconds, count)
+        self._counts.gaps(seconds, count)
+
+    def _finished(self, job: Job, work: Work, now: float) -> None:
+        super()._finished(job, work, now)
+        if work is not job.prefill:
+            self._counts.finished += 1
+            self._counts.finished_output += job.served.output
+            member = self._by_index[job.placement.worker]
+            member.decoding.pop(job, None)
+            self._settle(member, now)
+
+    def _release(self, worker: SimWorker, work: Work, now: float) -> None:
+        super()._release(worker, work, now)
+        assert isinstance(work.tag, Job)
+        member = self._by_index[worker.index]
+        member.prefilling.pop(work.tag, None)
+        self._settle(member, now)
+
+
+def _planner_step(config: PlannedConfig) -> Step | None:
+    planner = config.planner
+    return None if planner is None else lambda view, memory: step(view, memory, planner)
