@@ -12,8 +12,8 @@ from vllm_pd.graph.metrics_text import scrape
 ROLES = ("prefill",) * 3 + ("decode",) * 5
 LEASE_S = 4.0
 _MIB = 1 << 20
-# A single request that hangs on a worker that is well otherwise is found by its timeout and by nothing else.
-_ROUTER_FLAGS = ("--first-byte-timeout", "20", "--idle-timeout", "10")
+# One request that hangs on a worker that is well otherwise is found by its timeout alone, in either leg.
+_ROUTER_FLAGS = ("--first-byte-timeout", "20", "--prefill-timeout", "20", "--idle-timeout", "10")
 
 
 class SoakCluster(MockCluster):
