@@ -19,11 +19,15 @@ from vllm_pd.agent.agent_metrics import agent_metrics
 from vllm_pd.agent.cache_feeds import CacheFeeds
 from vllm_pd.agent.prefill_progress import EngineProgress
 from vllm_pd.agent.prefill_runner import PrefillRunner, RunnerStats
+from vllm_pd.agent.role_keeper import RoleKeeper
+from vllm_pd.agent.role_move import Seen, differs
 from vllm_pd.agent.spec import AgentSpec
 from vllm_pd.errors import PDError, StoreError
 from vllm_pd.layered import redact
-from vllm_pd.state.base import HeartbeatResult, Registry, TokenizerFiles, WorkerLoad
+from vllm_pd.state.base import HeartbeatResult, Registry, Role, RoleMove, TokenizerFiles, WorkerLoad
 from vllm_pd.state.block_index import BlockIndex
+from vllm_pd.state.codec import merge_loads
+from vllm_pd.state.roles import Roles
 
 logger = logging.getLogger("vllm.vllm_pd")
 """Below vLLM's own logger, whose handlers and level it shares."""
@@ -43,8 +47,8 @@ _JOIN_S = 0.02
 
 
 class Agent:
-    """Registers, renews and withdraws one worker, publishes its load, writes the block index of its caches, and claims
-    prefill jobs.
+    """Registers, renews and withdraws one worker, publishes its load, writes the block index of its caches, claims
+    prefill jobs, and changes its role when that is wished.
 
     Args:
         spec: what to register.
@@ -52,6 +56,7 @@ class Agent:
             connections belong to that loop.
         serves: answers whether the HTTP server of this process serves; the worker is registered once it does, so that
             a router never sees a worker that refuses connections.
+        open_roles: makes the wishes for roles; None: the worker's role stays.
     """
 
     def __init__(
@@ -60,11 +65,13 @@ class Agent:
         open_registry: Callable[[], Registry],
         open_index: Callable[[], BlockIndex],
         serves: Callable[[], Awaitable[bool]],
+        open_roles: Callable[[], Roles] | None = None,
     ) -> None:
         self._spec = spec
         self._open_registry = open_registry
         self._open_index = open_index
         self._serves = serves
+        self._open_roles = open_roles
         self._record = spec.record
         self._files: TokenizerFiles | None = None
         self._observed: dict[int, WorkerLoad] = {}
@@ -83,6 +90,7 @@ class Agent:
         self._feeds: CacheFeeds | None = None
         self._progress = EngineProgress(known=spec.prefill is not None and spec.prefill.progress_known)
         self._runner: PrefillRunner | None = None
+        self._keeper: RoleKeeper | None = None
         self._draining = False
         self._published: dict[int, tuple[int, int, float]] = {}
 
@@ -94,6 +102,11 @@ class Agent:
         """Note the newest load of an engine. No lock and no I/O: safe on a hot event loop."""
         self._observed[engine] = WorkerLoad(running, waiting, kv_usage, time.time_ns() // 1_000_000)
         self._progress.note(running)
+
+    @property
+    def role(self) -> Role:
+        """What the worker does now."""
+        return self._keeper.state.role if self._keeper is not None else self._record.role
 
     @property
     def prefill_stats(self) -> RunnerStats | None:
@@ -152,9 +165,13 @@ class Agent:
         registry = self._open_registry()
         prefill = self._spec.prefill if self._spec.is_registrar else None
         queue = prefill.open_queue() if prefill is not None else None
+        roles = self._open_roles() if self._open_roles is not None and self._spec.is_registrar else None
         try:
+            if roles is not None:
+                self._keeper = RoleKeeper(self._record, roles, _note_move)
             if prefill is not None and queue is not None:
                 self._runner = PrefillRunner(self._record, prefill, queue, self._progress)
+                self._runner.take(self._record.role.prefills)
                 self._runner.start()
             if self._spec.is_registrar:
                 self._feeds = CacheFeeds(self._record, self._open_index(), self._spec.event_sources, self._spec.lease_s)
@@ -174,6 +191,8 @@ class Agent:
                 await self._runner.close()
             if queue is not None:
                 await queue.close()
+            if roles is not None:
+                await roles.close()
             await registry.close()
             if self._feeds is not None:
                 await self._feeds.close()
@@ -183,6 +202,8 @@ class Agent:
         try:
             if self._spec.is_registrar and time.monotonic() >= self._next_beat:
                 await self._beat(registry)
+            if self._keeper is not None and self._registered and not self._stale:
+                await self._mind_role(self._keeper, registry)
             await self._publish_load(registry)
             self._show_metrics()
         except Exception as e:
@@ -206,7 +227,11 @@ class Agent:
             return
         self._registered = True
         self._allow(True)
+        if self._keeper is not None:
+            self._keeper.told()
         if result is HeartbeatResult.NEW:
+            if self._keeper is not None:
+                self._keeper.store_was_empty()
             # Also what a store says that came back empty: it needs the rest again, too.
             self._next_tokenizer = self._next_load = 0.0
             self._feeds.check()
@@ -217,6 +242,49 @@ class Agent:
         self._stale = False
         # Earlier by up to a fifth: workers that started together must not beat together for ever.
         self._next_beat = time.monotonic() + self._spec.lease_s / 3 * random.uniform(0.8, 1.0)
+
+    async def _mind_role(self, keeper: RoleKeeper, registry: Registry) -> None:
+        """Do what is wished of the worker's role, and let everybody know at once what has changed."""
+        if await keeper.ask():
+            # A store that has just lost everything has lost the wish, too: whether it has, a heartbeat tells.
+            await self._beat(registry)
+            if keeper.draining and not keeper.wish_may_be_lost:
+                keeper.taken_back()
+        self._take_role(keeper)
+        changed = self._change_record(keeper)
+        if keeper.draining and not changed:
+            await self._drain(keeper, registry)
+            changed = self._change_record(keeper)
+        if changed:
+            await self._beat(registry)
+
+    async def _drain(self, keeper: RoleKeeper, registry: Registry) -> None:
+        record = self._record
+        if keeper.state.leaves_prefill and self._runner is not None:
+            # Again and again: routers that have not heard of it yet may put jobs there.
+            await self._runner.give_away_waiting()
+        # Its engines' reports may have come to another API server of this worker.
+        state = await registry.find(record.id, record.pool.id)
+        self._look_at_role(keeper, merge_loads([self._observed, state.loads if state is not None else {}]))
+
+    def _look_at_role(self, keeper: RoleKeeper, loads: Mapping[int, WorkerLoad]) -> None:
+        keeper.look(
+            Seen(
+                requests=sum(load.running + load.waiting for load in loads.values()),
+                jobs=self._runner.jobs if self._runner is not None else 0,
+                kv_usage=max((load.kv_usage for load in loads.values()), default=0.0),
+            )
+        )
+        self._take_role(keeper)
+
+    def _take_role(self, keeper: RoleKeeper) -> None:
+        if self._runner is not None:
+            self._runner.take(keeper.state.claims)
+
+    def _change_record(self, keeper: RoleKeeper) -> bool:
+        """Have the next heartbeat tell of the role; whether there is something that others should hear of at once."""
+        before, self._record = self._record, keeper.write_into(self._record)
+        return differs(before.move, self._record.move)
 
     def _allow(self, allowed: bool) -> None:
         """Whether the worker's place in the store is this process's."""
@@ -286,6 +354,9 @@ class Agent:
             )
         # Whatever the store knew of this worker may have ended by the time it is back.
         self._next_beat = 0.0
+        if self._keeper is not None and self._keeper.draining:
+            self._look_at_role(self._keeper, dict(self._observed))
+            self._change_record(self._keeper)
         first, cap = _BACKOFF_S
         pause = min(cap, self._spec.lease_s / 2, first * 2.0 ** min(self._failures, 10))
         self._failures += 1
@@ -311,6 +382,10 @@ class Agent:
         except TimeoutError:
             return False
         return True
+
+
+def _note_move(move: RoleMove) -> None:
+    agent_metrics().note_move(move)
 
 
 def _without_time(loads: Mapping[int, WorkerLoad]) -> dict[int, tuple[int, int, float]]:

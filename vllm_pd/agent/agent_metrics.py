@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_pd.agent.cache_feed import CacheFeed
 from vllm_pd.agent.prefill_runner import RunnerStats
+from vllm_pd.state.base import MoveState, RoleMove
 from vllm_pd.state.block_index import Tier
 
 PREFIX = "vllm_pd_agent"
@@ -28,6 +29,7 @@ _COUNTERS = {
     "index_overflows": "Times that the changes waiting for the store were too many and an announcement replaced them",
     "index_errors": "Writes to the block index that failed",
 }
+_MOVE_SECONDS = (0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 _GAUGES = {
     "waiting_blocks": "Blocks whose change the block index does not have yet",
     "delay_seconds": "How long the newest batch of changes had waited when the block index had it",
@@ -82,6 +84,26 @@ class AgentMetrics:
             )
             for name, text in texts.items()
         }
+
+        moves = Counter(
+            "vllm_pd_role_moves",
+            "Changes of this worker's role that have ended, by how: done, or undone",
+            ("outcome",),
+            registry=registry,
+        )
+        # There from the start: a rate needs a zero to grow from.
+        self._moves = {state: moves.labels(str(state)) for state in (MoveState.DONE, MoveState.UNDONE)}
+        self._move_seconds = Histogram(
+            "vllm_pd_role_move_seconds",
+            "How long changes of this worker's role took, from the wish to the end",
+            registry=registry,
+            buckets=_MOVE_SECONDS,
+        )
+
+    def note_move(self, move: RoleMove) -> None:
+        """A change of the worker's role has ended."""
+        self._moves[move.state].inc()
+        self._move_seconds.observe(move.took_ms / 1000)
 
     def update(self, feeds: Iterable[CacheFeed]) -> None:
         """Copy what has happened since the last time."""

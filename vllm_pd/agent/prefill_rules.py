@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -83,6 +83,16 @@ def fits(budget: int, claimed: int) -> int | None:
     if claimed == 0:
         return -1
     return budget - claimed if claimed < budget else None
+
+
+def begun(costs: Sequence[int], budget: int) -> int:
+    """How many of the claimed jobs, the oldest first, the engine may have begun: what fits into one of its batches."""
+    tokens = 0
+    for number, cost in enumerate(costs):
+        if tokens * _BUDGET_BATCHES >= budget:
+            return number
+        tokens += cost
+    return len(costs)
 
 
 def is_idle(budget: int, claimed: int) -> bool:

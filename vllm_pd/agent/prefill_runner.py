@@ -87,6 +87,8 @@ class PrefillRunner:
         visibility_s = (limits or QueueLimits()).visibility_ms / 1000
         self._tools = JobTools(record, queue, self._api, spec.api_key, progress, visibility_s)
         self._allowed = False
+        self._wanted = True
+        """Whether the worker's role has it prefill."""
         self._leaving = False
         self._taken_over = False
         self._failures = 0
@@ -114,6 +116,29 @@ class PrefillRunner:
         """Whether this process holds the worker's place: only then it may claim."""
         self._allowed = allowed
         self._wake.set()
+
+    @property
+    def jobs(self) -> int:
+        """How many jobs it has."""
+        return len(self._jobs)
+
+    def take(self, wanted: bool) -> None:
+        """Whether the worker's role has it prefill. If not any more, what the engine cannot have begun is given back,
+        and the rest ends here. Idempotent."""
+        if wanted == self._wanted:
+            return
+        self._wanted = wanted
+        self._wake.set()
+        if wanted:
+            return
+        jobs = list(self._jobs)
+        for job in jobs[rules.begun([_cost(job.claim) for job in jobs], self.budget) :]:
+            job.end(Verdict(How.RETURNED, error="the worker is to do something else"))
+
+    async def give_away_waiting(self) -> None:
+        """What waits for this worker, claimed by nobody, goes to the others. Raises StoreError."""
+        while await self._queue.rehome(self._pool, self._me.worker, claims=False):
+            pass
 
     def leave(self) -> None:
         """Claim nothing more; what is claimed goes on. Idempotent."""
@@ -185,7 +210,7 @@ class PrefillRunner:
 
     def _pause_s(self) -> float:
         """Seconds until it may claim as far as is known now; 0 when it may."""
-        if not self._allowed:
+        if not self._allowed or not self._wanted:
             return _STORE_PAUSE_S[1]
         now = time.monotonic()
         if self._stuck is not None:

@@ -27,7 +27,7 @@ from vllm_pd.agent.runtime import RuntimeConfig
 from vllm_pd.agent.spec import AgentSpec, PrefillSpec
 from vllm_pd.agent.tokenizer_files import served_tokenizer_files
 from vllm_pd.state.base import WorkerRecord
-from vllm_pd.state.open_registry import open_block_index, open_prefill_queue, open_registry
+from vllm_pd.state.open_registry import open_block_index, open_prefill_queue, open_registry, open_roles
 
 logger = logging.getLogger("vllm.vllm_pd")
 
@@ -70,6 +70,7 @@ class PDStatLogger(compat.AggregateStatLoggerBase):  # type: ignore[misc]
             lambda: open_registry(config.store, config.namespace, timeout_s=STORE_TIMEOUT_S),
             lambda: open_block_index(config.store, config.namespace, timeout_s=STORE_TIMEOUT_S),
             _own_server(config).serves,
+            lambda: open_roles(config.store, config.namespace, timeout_s=STORE_TIMEOUT_S),
         )
         _stop_at_shutdown(agent)
         agent.start()
@@ -127,8 +128,8 @@ def _own_server(config: RuntimeConfig) -> OwnServer:
 
 
 def _prefill_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> PrefillSpec | None:
-    """How this worker does jobs of the prefill queue; None if it does none."""
-    if not config.role.prefills or not config.nixl_host:
+    """How this worker does jobs of the prefill queue when its role has it prefill; None if it cannot."""
+    if not config.nixl_host:
         return None
     if config.asks_certificate or (config.uds and config.tls):
         logger.warning(

@@ -16,10 +16,11 @@ from vllm_pd.sim.mock_api import MockApi
 from vllm_pd.sim.mock_faults import Faults
 from vllm_pd.sim.mock_tokenizer import MockTokenizer
 from vllm_pd.sim.mock_worker import MockConfig, MockWorker
-from vllm_pd.state import open_block_index, open_prefill_queue, open_registry
+from vllm_pd.state import open_block_index, open_prefill_queue, open_registry, open_roles
 from vllm_pd.state.base import Registry, Role
 from vllm_pd.state.block_index import BlockIndex
 from vllm_pd.state.prefill_queue import PrefillQueue
+from vllm_pd.state.roles import Roles
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class MockHost:
         self._faults = faults or Faults()
         self._by_port: dict[int, MockWorker] = {}
         self._sites: dict[int, web.SockSite] = {}
-        self._clients: list[Registry | BlockIndex | PrefillQueue] = []
+        self._clients: list[Registry | BlockIndex | PrefillQueue | Roles] = []
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._runner = web.AppRunner(
             MockApi(self._find, self._fail).app(),
@@ -93,9 +94,10 @@ class MockHost:
                 registry = open_registry(store, namespace, timeout_s=_STORE_TIMEOUT_S)
                 index = open_block_index(store, namespace, timeout_s=_STORE_TIMEOUT_S)
                 queue = open_prefill_queue(store, namespace, timeout_s=_STORE_TIMEOUT_S)
-                self._clients += [registry, index, queue]
+                roles = open_roles(store, namespace, timeout_s=_STORE_TIMEOUT_S)
+                self._clients += [registry, index, queue, roles]
                 for worker in workers:
-                    worker.register(registry, index, queue)
+                    worker.register(registry, index, queue, roles)
                 # Hundreds at once would keep each other from being in time.
                 await asyncio.sleep(_REGISTER_PAUSE_S)
 

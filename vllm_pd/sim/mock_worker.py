@@ -34,6 +34,7 @@ from vllm_pd.sim.work import EngineConfig, Work
 from vllm_pd.state.base import Epoch, PoolSpec, Registry, Role, WorkerId, WorkerRecord
 from vllm_pd.state.block_index import BlockIndex
 from vllm_pd.state.prefill_queue import PrefillQueue
+from vllm_pd.state.roles import Roles
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class MockWorker:
     ) -> None:
         self.config = config
         self.url = url
-        self.role = role
+        self._first_role = role
         self.tokenizer = tokenizer
         self.faults = Faults()
         self.counters = Counters()
@@ -154,6 +155,11 @@ class MockWorker:
         self.arrivals = HandoffArrivals()
         self._agent: Agent | None = None
         self._agent_task: asyncio.Task[None] | None = None
+
+    @property
+    def role(self) -> Role:
+        """What it does now."""
+        return self._agent.role if self._agent is not None else self._first_role
 
     # Requests.
 
@@ -276,7 +282,7 @@ class MockWorker:
 
     # The store.
 
-    def register(self, registry: Registry, index: BlockIndex, queue: PrefillQueue) -> None:
+    def register(self, registry: Registry, index: BlockIndex, queue: PrefillQueue, roles: Roles) -> None:
         """Begin to be in the store. What is given may be shared, and stays open."""
         config = self.config
         loras = config.loras
@@ -288,7 +294,6 @@ class MockWorker:
             budget_tokens=budget_tokens(config.prefill_budget_tokens, config.engine.max_num_batched_tokens, 1),
             grace_s=config.grace_s,
         )
-        claims = config.claims and self.role.prefills
         record = WorkerRecord(
             id=WorkerId(address),
             epoch=Epoch(time.time_ns() // 1_000_000),
@@ -303,14 +308,14 @@ class MockWorker:
                 engine=ENGINE_VERSION,
             ),
             url=self.url,
-            role=self.role,
+            role=self._first_role,
             models=(config.model, *(lora.name for lora in loras)),
             loras=tuple(lora.name for lora in loras),
             lora_paths=tuple(lora.path for lora in loras),
             engine_id=self.engine_id,
             nixl_host=host,
             nixl_port=int(port),
-            claims=claims,
+            claims=config.claims,
             kv_blocks=config.engine.gpu_blocks,
             max_model_len=config.max_model_len,
             by_priority=config.engine.scheduling_policy == "priority",
@@ -323,9 +328,11 @@ class MockWorker:
             lease_s=config.lease_s,
             event_sources=lambda: {} if endpoints is None else {0: endpoints},
             load_tokenizer=lambda: self.tokenizer.files,
-            prefill=prefill if claims else None,
+            prefill=prefill if config.claims else None,
         )
-        agent = self._agent = Agent(spec, lambda: _Shared(registry), lambda: _Shared(index), _serves)
+        agent = self._agent = Agent(
+            spec, lambda: _Shared(registry), lambda: _Shared(index), _serves, lambda: _Shared(roles)
+        )
         self._agent_task = asyncio.create_task(self._run_agent(agent))
         self._report()
 
@@ -376,7 +383,7 @@ async def _serves() -> bool:
 
 
 class _Shared:
-    """A registry, an index or a queue that others use, too: closing it is not for one of them."""
+    """A registry, an index, a queue or wishes that others use, too: closing it is not for one of them."""
 
     def __init__(self, shared: Any) -> None:
         self._shared = shared

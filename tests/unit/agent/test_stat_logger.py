@@ -253,6 +253,8 @@ def test_a_worker_that_prefills_takes_jobs_with_its_own_key(store: EmbeddedStore
     assert (spec.prefill.api_key, spec.prefill.budget_tokens, spec.prefill.grace_s) == ("hunter2", 2 * 512 * 2, 30)
     assert spec.prefill.server == OwnServer(host="127.0.0.1", port=port)
     assert spec.prefill.progress_known
+    # One that only decodes now may be asked to prefill later.
+    assert stat_logger.agent_spec(config(store, port, role=Role.DECODE), engine, 2).record.claims
     assert "hunter2" not in repr(spec)
     # The reports of the engines then reach this process in part.
     engine.parallel_config._api_process_count = 2
@@ -264,7 +266,6 @@ def test_a_worker_that_prefills_takes_jobs_with_its_own_key(store: EmbeddedStore
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"role": Role.DECODE}, ""),
         ({"role": Role.PREFILL, "nixl_host": ""}, ""),
         ({"role": Role.PREFILL, "tls": True, "asks_certificate": True}, "wants certificates of its clients"),
         (
