@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd.console import add_output, natural, number_list, positive, print_table
 from vllm_pd.errors import SettingsError
+from vllm_pd.sim import planned_cli
 from vllm_pd.sim.parallel import run_cells
 from vllm_pd.tier_choices import DEFAULT_EVICTION, EVICTIONS
 
@@ -35,6 +36,10 @@ _EXAMPLES = """examples:
 
   # with the speed of a worker that runs here and is idle; the model is kept in worker.json
   vllm-pd simulate trace.jsonl --fit http://localhost:8000 --save-timing worker.json
+
+  # what does a planner make of it that moves workers between prefill and decode? one that starts and stops them?
+  vllm-pd simulate trace.jsonl --prefill 8 --decode 8 --planner fixed --ttft-ms 2000 --itl-ms 20
+  vllm-pd simulate trace.jsonl --prefill 8 --decode 8 --planner scale --min-workers 4 --cold-start 10,60,300
 
   # no trace at hand: 300 made-up conversations
   vllm-pd simulate --made-up 300
@@ -136,6 +141,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="MS",
         help="from a cache change to the router; default: %(default)s",
     )
+    planned_cli.add_arguments(parser)
     add_output(parser, "print one JSON array instead of a table")
     parser.set_defaults(run=run)
 
@@ -146,12 +152,14 @@ def run(args: argparse.Namespace) -> int:
     from vllm_pd.sim.floor import floor
     from vllm_pd.sim.report import table
 
-    if args.plot or args.html:
+    if (args.plot or args.html) and not args.planner:
         page.require_plots()
     trace = _trace(args)
     configs = _cells(args)
     if args.save_timing:
         configs[0].timing.save(args.save_timing)
+    if args.planner:
+        return planned_cli.run(args, trace, configs)
 
     def told(done: int, report: Report) -> None:
         if not args.quiet:
