@@ -27,6 +27,9 @@ from vllm_pd.planner.plan import step as decide
 from vllm_pd.state.base import PoolId, Role, WorkerState
 from vllm_pd.state.planner_board import PlannerBoard
 
+_SHORT_S = 3.0
+"""An outage of the store in which no worker's lease can have ended. One that lost what it held is known otherwise."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,8 +49,8 @@ class PlannerLoop:
 
     Args:
         statuses: what the metrics show; this is who writes it.
-        settle_s: for so long after the store was away, or had forgotten something, the list of workers is not trusted:
-            they register again one by one.
+        settle_s: for so long after the store was away for a while, or had forgotten something, the list of workers is
+            not trusted: they register again one by one.
         dry_run: decide, and begin nothing.
         clock: seconds; see `leader.steady_s`.
     """
@@ -77,7 +80,8 @@ class PlannerLoop:
         self._dry_run = dry_run
         self._clock = clock
         self._planned: dict[PoolId, _Planned] = {}
-        self._away = False
+        self._away_s: float | None = None
+        """Since when the store does not answer."""
         self._back_s: float | None = None
         """When the store answered again after it had not."""
         self._trouble: dict[str, str] = {}
@@ -101,9 +105,11 @@ class PlannerLoop:
         except StoreError as e:
             self._store_failed("round", e)
             return
-        if self._away:
-            self._away, self._back_s = False, self._clock()
-            _log.info("the store answers again; nothing is decided for %g s", self._settle_s)
+        if self._away_s is not None:
+            away_s, self._away_s = self._clock() - self._away_s, None
+            if away_s >= _SHORT_S:
+                self._back_s = self._clock()
+            _log.info("the store answers again, after %.1f s", away_s)
         self._metrics.collector.store_up = True
         self._leadership.stand_for(list(pools))
         for gone in set(self._statuses) - set(pools):
@@ -125,9 +131,9 @@ class PlannerLoop:
         self._trouble.pop(pool, None)
 
     def _store_failed(self, what: str, error: StoreError) -> None:
-        if not self._away:
+        if self._away_s is None:
+            self._away_s = self._clock()
             _log.warning("nothing is decided while the store does not answer (%s): %s", what, error)
-        self._away = True
         self._metrics.store_errors.inc()
         self._metrics.collector.store_up = False
         for pool, status in self._statuses.items():

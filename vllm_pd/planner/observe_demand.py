@@ -101,7 +101,8 @@ def _begun(report: DemandReport) -> DemandReport:
 
 
 def _sum(spans: Sequence[tuple[DemandReport, DemandReport]], name: str) -> int:
-    return max(0, sum(getattr(later, name) - getattr(earlier, name) for earlier, later in spans))
+    total: int = sum(getattr(later, name) - getattr(earlier, name) for earlier, later in spans)
+    return max(0, total)
 
 
 def _edges(bucket: int) -> tuple[float, float]:

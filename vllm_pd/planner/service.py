@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
@@ -31,10 +32,15 @@ from vllm_pd.state.open_registry import (
     open_roles,
 )
 
-STORE_TIMEOUT_S = 1.0
+STORE_TIMEOUT_S = 5.0
+"""Nobody waits for a planner; but a lease must not end while it is renewed."""
 _CLOSE_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+class _Closing(Protocol):
+    async def close(self) -> None: ...
 
 
 def new_planner_id() -> str:
@@ -67,12 +73,13 @@ class PlannerService:
         self.metrics = registry or CollectorRegistry()
         self.statuses: dict[PoolId, PoolStatus] = {}
         """By pool; as the newest step saw it."""
-        workers = open_registry(store, namespace, timeout_s=STORE_TIMEOUT_S)
-        roles = open_roles(store, namespace, timeout_s=STORE_TIMEOUT_S)
-        demand = open_demand(store, namespace, timeout_s=STORE_TIMEOUT_S)
-        queue = open_prefill_queue(store, namespace, timeout_s=STORE_TIMEOUT_S)
-        board = open_planner_board(store, namespace, timeout_s=STORE_TIMEOUT_S, dry=settings.dry_run)
-        self._stores = [workers, roles, demand, queue, board]
+        timeout_s = min(STORE_TIMEOUT_S, settings.lease / 3)
+        workers = open_registry(store, namespace, timeout_s=timeout_s)
+        roles = open_roles(store, namespace, timeout_s=timeout_s)
+        demand = open_demand(store, namespace, timeout_s=timeout_s)
+        queue = open_prefill_queue(store, namespace, timeout_s=timeout_s)
+        board = open_planner_board(store, namespace, timeout_s=timeout_s, dry=settings.dry_run)
+        self._stores: list[_Closing] = [workers, roles, demand, queue, board]
         if actuator is None:
             context = ActuatorContext(
                 store,
@@ -118,7 +125,8 @@ class PlannerService:
         if task is not None:
             await end_tasks([task])
         stores, self._stores = self._stores, []
-        for each in (self._actuator, *stores) if stores else ():
+        closing: list[_Closing] = [self._actuator, *stores] if stores else []
+        for each in closing:
             try:
                 async with asyncio.timeout(_CLOSE_S):
                     await each.close()
