@@ -8,6 +8,8 @@ from typing import Any
 from vllm_pd import layered
 from vllm_pd.errors import SettingsError
 from vllm_pd.graph.model import Component, Graph, Workers
+from vllm_pd.planner import settings as planner_settings
+from vllm_pd.planner.settings import PlannerSettings
 from vllm_pd.router import settings as router_settings
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.settings import WorkerSettings, load_worker_settings
@@ -25,6 +27,7 @@ _WORKER_OWN = {
     "namespace": "namespace of the graph",
     "advertise_url": "the place that the worker gets",
 }
+_PLANNER_OWN = {"store": "the store component", "namespace": "namespace of the graph"}
 """Settings that the graph gives, and by what."""
 
 _SERVE_OWN = {
@@ -50,6 +53,12 @@ def check(graph: Graph) -> None:
     _check_router(graph)
     for workers in graph.workers:
         _check_worker(workers)
+    if (planner := graph.planner) is not None:
+        where = f"settings of {planner.label}"
+        known = layered.check_keys(planner.settings, list(layered.settings_of(PlannerSettings)), where)
+        _refuse(known, _PLANNER_OWN, where)
+        # Where nobody is named who starts workers, this machine does.
+        planner_settings.load(file={"actuators": ["processes"], **known, "store": _SOME_STORE}, file_name=where)
 
 
 def router_told(graph: Graph) -> dict[str, Any]:

@@ -33,6 +33,20 @@ class Scale(msgspec.Struct, frozen=True, tag="scale", tag_field="do"):
     count: int
 
 
+class Add(msgspec.Struct, frozen=True, tag="add", tag_field="do"):
+    """So many more instances of a component are wanted from now on."""
+
+    component: str
+    count: int
+
+
+class GiveUp(msgspec.Struct, frozen=True, tag="give_up", tag_field="do"):
+    """At most so many instances of a component that have not come up are not wanted any more."""
+
+    component: str
+    count: int
+
+
 class Remove(msgspec.Struct, frozen=True, tag="remove", tag_field="do"):
     """End one instance, and want one less of its component. Named by its name, or as `HOST:PORT` of its URL."""
 
@@ -51,7 +65,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", tag_field="do"):
     now: bool = False
 
 
-Request = AskStatus | Scale | Remove | Restart | Stop
+Request = AskStatus | Scale | Add | GiveUp | Remove | Restart | Stop
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -82,7 +82,7 @@ class Instance:
         self.failures = 0
         self.url = ""
         self._host = host
-        self._since = time.monotonic()
+        self._since = self._up_last = time.monotonic()
         self._restarts = -1
         self._detail = ""
         self._log_end: tuple[str, ...] = ()
@@ -118,6 +118,7 @@ class Instance:
             component=self.component,
             phase=self.phase,
             for_s=round(time.monotonic() - self._since, 1),
+            down_for_s=0.0 if self.is_up else round(time.monotonic() - self._up_last, 1),
             pid=self.process.pid if self.process is not None and self.process.is_running else 0,
             url=self.url,
             place=str(self.spot.place),
@@ -180,7 +181,7 @@ class Instance:
             await self._thread(process.start)
             await self._host.started(self)
         except (PDError, OSError) as e:
-            return str(e).rstrip(".")
+            return str(e).removeprefix(f"{self.name} ").rstrip(".")
         began = time.monotonic()
         ready = probe_of(launch.ready, began)
         while not self.is_leaving and not self._again.is_set():
@@ -271,6 +272,8 @@ class Instance:
         await self._host.ended(self)
 
     def _to(self, phase: Phase, detail: str = "") -> None:
+        if self.is_up:
+            self._up_last = time.monotonic()
         if phase is not self.phase:
             self._since = time.monotonic()
         self.phase, self._detail = phase, detail

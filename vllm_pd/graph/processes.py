@@ -270,15 +270,17 @@ def _store(store: Store, spot: Spot, around: Surroundings, env: dict[str, str]) 
 def _planner(graph: Graph, planner: Planner, around: Surroundings, env: dict[str, str]) -> Launch:
     told = program_args.planner_args(planner.settings)
     args = ["planner", "run", *told.args, *planner.args]
-    if "--actuator" not in args:
+    if not program_args.value_of(args, "--actuator"):
         args += ["--actuator", "processes"]
+    port = program_args.value_of(args, "--metrics-port")
+    answers = f"http://{LOOPBACK}:{port}/metrics" if port not in ("", "0") else ""
     return Launch(
         instance_name(planner, 0),
         planner.label,
         (str(around.programs / "vllm-pd"), *args),
         {**commands.clean_env(around.environ), **told.env, **env},
-        ready="",
-        alive="",
+        ready=answers,
+        alive=answers,
         url="",
         ready_s=_PLANNER_READY_S,
         grace_s=_PLANNER_GRACE_S,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_pd import layered
+from vllm_pd.planner.settings import PlannerSettings
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.settings import CONNECTOR, WorkerSettings
 from vllm_pd.state.base import Role
@@ -30,15 +31,8 @@ def router_args(settings: Mapping[str, Any]) -> ProgramArgs:
 
 
 def planner_args(settings: Mapping[str, Any]) -> ProgramArgs:
-    """Of `vllm-pd planner run`."""
-    args: list[str] = []
-    for name, value in settings.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            args.append(flag)
-        elif value is not None and value is not False:
-            args += [flag, str(value)]
-    return ProgramArgs(tuple(args))
+    """Of `vllm-pd planner run`. Raises SettingsError for settings that it does not know."""
+    return _flags(PlannerSettings, settings, "settings of the planner")
 
 
 def worker_args(role: Role, settings: Mapping[str, Any]) -> ProgramArgs:

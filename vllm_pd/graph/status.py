@@ -44,6 +44,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase
     for_s: float
     """In this phase."""
+    down_for_s: float = 0.0
+    """Since it was asked for, or was last up; 0 while it is up."""
     pid: int = 0
     url: str = ""
     place: str = ""
@@ -68,6 +70,7 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     wanted: int
     ready: int
+    model: str = ""
     min: int = 0
     max: int = 0
     """Between how many it may be scaled; both 0 where it cannot be."""

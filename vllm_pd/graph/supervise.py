@@ -23,7 +23,8 @@ import msgspec
 from vllm_pd.errors import GraphError, PDError
 from vllm_pd.graph import control, machine, read, remains, runs
 from vllm_pd.graph.check import check
-from vllm_pd.graph.control import AskStatus, Reply, Request
+from vllm_pd.graph.control import Reply
+from vllm_pd.graph.control_server import ControlServer
 from vllm_pd.graph.runs import RunFolder
 from vllm_pd.graph.supervisor import Supervisor
 
@@ -72,18 +73,25 @@ class _Process:
         if not self._order.stays:
             loop.add_reader(0, self._read_input)
         self._start_guard()
-        left: frozenset[str] = frozenset()
+        try:
+            await self._serve()
+        finally:
+            # What is left on the record, it ends now.
+            await loop.run_in_executor(None, self._end_guard)
+
+    async def _serve(self) -> None:
         try:
             await self._supervisor.start()
-            async with await self._listen():
-                _answer(Reply(ok=True))
-                await self._until_told()
-                left = await self._supervisor.stop()
-        finally:
-            (self._folder.path / "control.sock").unlink(missing_ok=True)
-            if not left:
-                self._folder.record.unlink(missing_ok=True)
-            await loop.run_in_executor(None, self._end_guard)
+        except PDError:
+            # Nothing was started.
+            self._folder.record.unlink(missing_ok=True)
+            raise
+        async with ControlServer(self._folder, self._supervisor, self._stop):
+            _answer(Reply(ok=True))
+            await self._until_told()
+            left = await self._supervisor.stop()
+        if not left:
+            self._folder.record.unlink(missing_ok=True)
         _log.info("ended; left behind: %s", ", ".join(sorted(left)) or "nothing")
 
     async def _until_told(self) -> None:
@@ -106,51 +114,6 @@ class _Process:
             asyncio.get_running_loop().remove_reader(0)
             _log.info("whoever started this graph is gone")
             self._stop.set()
-
-    async def _listen(self) -> asyncio.Server:
-        path = self._folder.path / "control.sock"
-        path.unlink(missing_ok=True)
-        with self._folder.socket_address() as address:
-            server = await asyncio.start_unix_server(self._talk, address, limit=_LONGEST_LINE)
-        path.chmod(0o600)
-        return server
-
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            connection = writer.get_extra_info("socket")
-            if not control.peer_is_owner(connection):
-                return
-            async with asyncio.timeout(control.TIMEOUT_S):
-                line = await reader.readline()
-                writer.write(control.encode(self._answer_to(line)))
-                await writer.drain()
-        except (OSError, ValueError, TimeoutError) as e:
-            _log.warning("somebody asked and did not wait for the answer: %r", e)
-        finally:
-            writer.close()
-
-    def _answer_to(self, line: bytes) -> Reply:
-        try:
-            return self._do(control.decode_request(line))
-        except PDError as e:
-            return Reply(ok=False, detail=str(e), is_setting=isinstance(e, ValueError))
-
-    def _do(self, request: Request) -> Reply:
-        supervisor = self._supervisor
-        match request:
-            case AskStatus():
-                return Reply(ok=True, status=supervisor.status())
-            case control.Scale(component, count):
-                return Reply(ok=True, detail=supervisor.scale(component, count))
-            case control.Remove(instance):
-                return Reply(ok=True, detail=supervisor.remove(instance))
-            case control.Restart(name):
-                return Reply(ok=True, detail=supervisor.restart(name))
-            case control.Stop(now):
-                if now:
-                    supervisor.hurry.set()
-                self._stop.set()
-                return Reply(ok=True, detail="Everything is being ended.")
 
     # The guard.
 

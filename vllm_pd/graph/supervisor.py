@@ -162,6 +162,17 @@ class Supervisor:
             instance.leave()
         return f"{name}: {len(staying)} -> {count}." if count < len(staying) else f"{name} has {count} already."
 
+    def add(self, name: str, count: int) -> str:
+        """So many more instances of a component; returns a sentence."""
+        return self.scale(name, len(self._scalable(name).staying) + count)
+
+    def give_up(self, name: str, count: int) -> str:
+        """At most so many instances that are not up are not wanted any more; returns a sentence."""
+        hopeless = sorted((i for i in self._scalable(name).staying if not i.is_up), key=_worth)[:count]
+        for instance in hopeless:
+            instance.leave()
+        return f"{name}: {', '.join(i.name for i in hopeless) or 'none'} given up."
+
     def remove(self, wanted: str) -> str:
         """End one worker, named as an instance or as HOST:PORT, and want one less of its component."""
         for group in self._groups.values():
@@ -381,6 +392,7 @@ class Supervisor:
             kind=component.kind,
             wanted=len(staying),
             ready=sum(i.phase is Phase.READY for i in staying),
+            model=self.graph.model_of(component) if isinstance(component, Workers) else "",
             min=limits.min if limits else 0,
             max=limits.max if limits else 0,
         )

@@ -1,0 +1,242 @@
+"""Manifests of graphs: accepted by a strict API server, with nothing secret in them, and as the committed ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("kubernetes", reason="needs the extra [kubernetes]")
+
+from tests.conformance.actuator import WHY
+from tests.kubernetes.api_server import ApiServer
+from tests.kubernetes.objects import Object, StatusError, validate
+from tests.kubernetes.world import KubernetesWorld
+from vllm_pd.errors import SettingsError
+from vllm_pd.graph import read
+from vllm_pd.graph.check import check
+from vllm_pd.graph.kubernetes import render
+from vllm_pd.graph.model import Graph
+from vllm_pd.planner.model import AddAction, RemoveAction
+from vllm_pd.state import Role
+
+ROOT = Path(__file__).resolve().parents[3]
+DEPLOY = ROOT / "deploy" / "kubernetes"
+SECRET = "hunter2"
+
+
+def graph_of(path: Path) -> Graph:
+    return check(read.from_mapping(yaml.safe_load(path.read_text()), path.name))
+
+
+def with_options(**options: Any) -> Graph:
+    graph = graph_of(DEPLOY / "graph.yaml")
+    return dataclasses.replace(graph, kubernetes={**graph.kubernetes, **options})
+
+
+def of(manifests: list[Object], kind: str, name: str) -> Object:
+    return next(each for each in manifests if (each["kind"], each["metadata"]["name"]) == (kind, name))
+
+
+def container(deployment: Object) -> Object:
+    found: Object = deployment["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def test_the_committed_manifests_are_those_of_the_committed_graph() -> None:
+    committed = list(yaml.safe_load_all((DEPLOY / "cluster.yaml").read_text()))
+    assert committed == json.loads(json.dumps(render(graph_of(DEPLOY / "graph.yaml"))))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_graph_of_the_project_is_rendered_into_what_kubernetes_knows(path: Path) -> None:
+    manifests = render(graph_of(path))
+    for manifest in manifests:
+        validate(manifest)
+    names = [(each["kind"], each["metadata"]["name"]) for each in manifests]
+    assert len(set(names)) == len(names)
+    # What it selects must be what it makes.
+    for each in manifests:
+        if each["kind"] == "Deployment":
+            wanted = each["spec"]["selector"]["matchLabels"].items()
+            assert wanted <= each["spec"]["template"]["metadata"]["labels"].items()
+    # Rendering is pure: twice the same, and plain values only.
+    assert json.loads(json.dumps(manifests)) == render(graph_of(path))
+
+
+def test_the_test_server_refuses_what_kubernetes_does_not_know() -> None:
+    manifest = of(render(graph_of(DEPLOY / "graph.yaml")), "Deployment", "pd-decode")
+    container(manifest)["resourcez"] = {}
+    with pytest.raises(StatusError, match="resourcez"):
+        validate(manifest)
+
+
+def test_a_pod_gets_longer_to_end_than_its_requests_do() -> None:
+    manifests = render(with_options(drain_s=300))
+    for name in ("pd-decode", "pd-prefill"):
+        deployment = of(manifests, "Deployment", name)
+        command = container(deployment)["command"]
+        assert command[command.index("--shutdown-timeout") + 1] == "300"
+        assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 300
+    router = of(manifests, "Deployment", "pd-frontend")
+    assert router["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 300
+
+
+def test_workers_get_gpus_memory_for_their_tiers_and_the_address_they_are_reached_at() -> None:
+    deployment = of(render(with_options(node_selector={"gpu": "h100"})), "Deployment", "pd-decode")
+    spec = deployment["spec"]["template"]["spec"]
+    told = container(deployment)
+    assert told["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert told["resources"]["requests"] == {"cpu": "8", "memory": "64Gi"}
+    volumes = {each["name"]: each for each in spec["volumes"]}
+    # The CPU tier of 32 GiB is in shared memory.
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "36Gi"}
+    assert volumes["ssd"]["emptyDir"]["sizeLimit"] == "221Gi"
+    assert {"name": "ssd", "mountPath": "/ssd"} in told["volumeMounts"]
+    assert volumes["models"]["persistentVolumeClaim"] == {"claimName": "models"}
+    assert spec["nodeSelector"] == {"gpu": "h100"}
+    env = {each["name"]: each for each in told["env"]}
+    assert env["VLLM_HOST_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert told["command"][:6] == ["vllm", "serve", "Qwen/Qwen3-8B", "--host", "0.0.0.0", "--port"]
+    assert "--role" in told["command"]
+    assert deployment["metadata"]["annotations"]["vllm-pd/max-replicas"] == "6"
+
+
+def test_a_cluster_without_gpus_is_told_cores() -> None:
+    told = container(of(render(with_options(gpu_resource="", resources={})), "Deployment", "pd-decode"))
+    assert told["resources"] == {"requests": {"cpu": "1"}}
+    assert "--enforce-eager" in told["command"]
+
+
+def test_several_gpus_split_the_model() -> None:
+    graph = graph_of(DEPLOY / "graph.yaml")
+    components = tuple(
+        dataclasses.replace(each, gpus=4) if each.label == "decode" else each  # type: ignore[call-arg]
+        for each in graph.components
+    )
+    told = container(of(render(dataclasses.replace(graph, components=components)), "Deployment", "pd-decode"))
+    assert told["command"][told["command"].index("--tensor-parallel-size") + 1] == "4"
+    assert told["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+
+
+def test_a_graph_without_a_store_gets_one_because_pods_come_and_go() -> None:
+    manifests = render(graph_of(ROOT / "configs" / "agg.yaml"))
+    name = manifests[0]["metadata"]["name"]
+    assert name.endswith("-store")
+    assert any(each["kind"] == "Service" and each["metadata"]["name"] == name for each in manifests)
+
+
+def test_secrets_are_referred_to_and_never_written() -> None:
+    text = yaml.safe_dump_all(render(graph_of(DEPLOY / "graph.yaml")))
+    assert "kind: Secret" not in text
+    env = {
+        each["name"]: each for each in container(of(list(yaml.safe_load_all(text)), "Deployment", "pd-frontend"))["env"]
+    }
+    for name, key in (("STORE_PASSWORD", "STORE_PASSWORD"), ("VLLM_PD_ROUTER_API_KEY", "VLLM_PD_ROUTER_API_KEY")):
+        assert env[name]["valueFrom"]["secretKeyRef"] == {"name": "pd-secrets", "key": key}
+    # Kubernetes puts a variable into another one only if it stands before it.
+    names = list(env)
+    assert names.index("STORE_PASSWORD") < names.index("VLLM_PD_STORE")
+    assert env["VLLM_PD_STORE"]["value"] == "redis://:$(STORE_PASSWORD)@pd-store:6379"
+
+
+def test_a_secret_in_the_graph_is_refused() -> None:
+    data = yaml.safe_load((DEPLOY / "graph.yaml").read_text())
+    data["components"]["router"] = {"links": ["decode"], "settings": {"api_key": SECRET}}
+    with pytest.raises(SettingsError, match="VLLM_PD_ROUTER_API_KEY in its secrets") as refused:
+        render(read.from_mapping(data, "graph"))
+    assert SECRET not in str(refused.value)
+
+
+def test_the_password_of_a_store_of_ones_own_stays_out_of_the_manifests() -> None:
+    data = yaml.safe_load((DEPLOY / "graph.yaml").read_text())
+    data["components"]["store"] = {"url": f"rediss://:{SECRET}@redis.example.com:6379"}
+    manifests = render(read.from_mapping(data, "graph"))
+    assert SECRET not in json.dumps(manifests)
+    env = {each["name"]: each for each in container(of(manifests, "Deployment", "pd-decode"))["env"]}
+    assert env["VLLM_PD_STORE"]["valueFrom"]["secretKeyRef"]["key"] == "STORE_URL"
+    assert not any(each["metadata"]["name"] == "pd-store" for each in manifests)
+
+
+def test_the_store_starts_with_its_password_in_a_file_that_others_cannot_read(tmp_path: Path) -> None:
+    command = container(of(render(graph_of(DEPLOY / "graph.yaml")), "Deployment", "pd-store"))["command"]
+    server = tmp_path / "valkey-server"
+    server.write_text('#!/bin/sh\nstat -c %a "$1"; cat "$1"\n')
+    server.chmod(0o755)
+    script = command[2].replace("/tmp/", f"{tmp_path}/")
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "STORE_PASSWORD": SECRET}
+    done = subprocess.run(
+        ["sh", "-c", script, *command[3:]], env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0] == "600"
+    assert {'save ""', "appendonly no", "maxmemory-policy noeviction", f"requirepass {SECRET}"} <= set(lines)
+
+
+def test_network_policies_let_in_who_needs_to_and_nobody_else() -> None:
+    manifests = render(graph_of(DEPLOY / "graph.yaml"))
+    store = of(manifests, "NetworkPolicy", "pd-store")
+    allowed = {each["podSelector"]["matchLabels"]["vllm-pd/component"] for each in store["spec"]["ingress"][0]["from"]}
+    assert allowed == {"frontend", "planner", "decode", "prefill"}
+    assert not any(each["kind"] == "NetworkPolicy" for each in render(with_options(network_policy=False)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"drian_s": 5}, "did you mean 'drain_s'"),
+        ({"drain_s": 0}, "drain_s in the section kubernetes must be"),
+        ({"service_type": "Loadbalancer"}, "LoadBalancer"),
+        ({"resources": {"decoder": {"cpu": 1}}}, "decoder"),
+        ({"resources": {"decode": {"memory": "lots"}}}, "16Gi"),
+        ({"ssd_volume": {}}, "one source of a volume"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        render(with_options(**options))
+
+
+def test_a_fraction_of_a_gpu_is_refused() -> None:
+    data = yaml.safe_load((DEPLOY / "graph.yaml").read_text())
+    data["components"]["decode"]["gpus"] = 0.5
+    with pytest.raises(SettingsError, match="whole GPUs"):
+        render(read.from_mapping(data, "graph"))
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    async with ApiServer() as server:
+        yield server
+
+
+async def test_the_planner_may_do_what_it_has_to_and_finds_the_workloads(server: ApiServer) -> None:
+    """The rendered Role, on the rendered workloads, enforced."""
+    manifests = render(graph_of(DEPLOY / "graph.yaml"))
+    server.rules = of(manifests, "Role", "pd-planner")["rules"]
+    world = KubernetesWorld(server)
+    server.create(manifests)
+    started = [pod for pod in world.pods() if "vllm-pd/starts-as" in pod["metadata"]["labels"]]
+    world.forget_others()
+    await world.settle()
+    workers = await world.workers()
+    assert len(workers) == len(started) == 4
+    assert await world.actuator.starting(world.pool) == []
+    assert (await world.actuator.act(world.pool, AddAction(Role.PREFILL, 1, WHY))).ok
+    assert server.replicas("Deployment", "pd-prefill") == 3
+    id, (epoch, _) = next((id, each) for id, each in sorted(workers.items()) if each[1] is Role.DECODE)
+    outcome = await world.actuator.act(world.pool, RemoveAction(id, epoch, WHY))
+    assert outcome.ok, outcome.detail
+    assert "150 s" in outcome.detail
+    assert id not in await world.workers()
+    # Its service account may nothing beyond that.
+    server.rules = [rule for rule in server.rules if "pods" not in rule["resources"]]
+    assert not (await world.actuator.act(world.pool, AddAction(Role.DECODE, 1, WHY))).ok
+    await world.close()

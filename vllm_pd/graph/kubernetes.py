@@ -1,0 +1,380 @@
+"""Kubernetes manifests of a graph. Pure: nothing is read, and no cluster is asked.
+
+A component becomes a Deployment called GRAPH-COMPONENT. Workers are labelled so that the planner's actuator finds them
+(`vllm_pd.planner.actuators.kubernetes_model`). Secrets are only referred to: see `kubernetes_parts.secret_name`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm_pd.errors import SettingsError
+from vllm_pd.graph import check_settings, commands, program_args
+from vllm_pd.graph import kubernetes_parts as parts
+from vllm_pd.graph.commands import EngineSpec, WorkerSpec
+from vllm_pd.graph.kubernetes_options import KubernetesOptions, read_options
+from vllm_pd.graph.kubernetes_parts import Manifest
+from vllm_pd.graph.machine import Place
+from vllm_pd.graph.model import Component, Frontend, Graph, Planner, Store, Workers
+from vllm_pd.graph.ports import LOOPBACK
+from vllm_pd.planner.actuators import kubernetes_model as labels
+
+ANY = "0.0.0.0"
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_AFTER_DRAIN_S = 30
+"""What a pod gets beyond the time for its requests, to leave the store and free its memory."""
+_PROBE_S = 10
+_NOBODY = 65532
+_SHM_SLACK_GIB = 4
+_SSD_SLACK = 1.1
+_BLOCK_SIZE = 32
+_CPU_MAX_MODEL_LEN = 2048
+_ROUTER_GRACE_S = 10
+
+
+def render(graph: Graph) -> list[Manifest]:
+    """The objects of a graph, in an order in which they can be applied.
+
+    Raises:
+        SettingsError: the section `kubernetes` is wrong, or the graph holds what cannot be so on Kubernetes.
+    """
+    options = read_options(graph.kubernetes)
+    _check(graph, options)
+    # Pods come and go: a router finds them in a store, also where one machine would need none.
+    store = graph.store or Store()
+    out: list[Manifest] = []
+    if not store.url:
+        out += _store(graph, store, options)
+    for workers in graph.workers:
+        out += _workers(graph, workers, store, options)
+    for component in graph.components:
+        if isinstance(component, Frontend):
+            out += _frontend(graph, component, store, options)
+        elif isinstance(component, Planner):
+            out += _planner(graph, component, store, options)
+    return out
+
+
+def _check(graph: Graph, options: KubernetesOptions) -> None:
+    names = [component.label for component in graph.components]
+    for name in options.resources:
+        if name not in names:
+            raise SettingsError(f"kubernetes: resources names {name!r}, and components are {', '.join(names)}.")
+    if not _LABEL.fullmatch(graph.namespace):
+        raise SettingsError(
+            f"The namespace {graph.namespace!r} is to be a Kubernetes label, too; use 1 to 63 letters, digits, dots, "
+            "dashes and underscores, a letter or digit first and last."
+        )
+    for workers in graph.workers:
+        if options.gpu_resource and workers.gpus != int(workers.gpus):
+            raise SettingsError(
+                f"gpus of {workers.label} is {workers.gpus:g}, and a pod gets whole GPUs; set gpus: 1, and share them "
+                "with the device plugin's time slicing or MIG (kubernetes: gpu_resource)."
+            )
+        if program_args.value_of(workers.args, "--shutdown-timeout"):
+            raise SettingsError(
+                f"args of {workers.label} hold --shutdown-timeout; on Kubernetes give kubernetes: drain_s."
+            )
+
+
+def _no_secrets(component: Component, env: Mapping[str, str]) -> None:
+    if env:
+        raise SettingsError(
+            f"settings of {component.label} hold a secret, which would be in the manifests for all to read; name the "
+            f"variable {next(iter(env))} in its secrets instead."
+        )
+
+
+def _store_variables(graph: Graph, store: Store, options: KubernetesOptions) -> list[Manifest]:
+    """How a program finds the store."""
+    namespace = {"VLLM_PD_NAMESPACE": graph.namespace}
+    if not store.url:
+        # The password is put in by Kubernetes, from the variable before.
+        url = f"redis://:$({parts.PASSWORD})@{parts.name_of(graph, store)}:{parts.STORE_PORT}"
+        own = [parts.secret_variable(graph, options, parts.PASSWORD)]
+        return [*own, *parts.variables({"VLLM_PD_STORE": url, **namespace})]
+    if urlsplit(store.url).password:
+        told = parts.secret_variable(graph, options, "VLLM_PD_STORE", parts.STORE_URL)
+        return [told, *parts.variables(namespace)]
+    return parts.variables({"VLLM_PD_STORE": str(store.url), **namespace})
+
+
+def _store(graph: Graph, store: Store, options: KubernetesOptions) -> list[Manifest]:
+    # All of it can be rebuilt from the workers, so it is in memory only.
+    lines = {"save": '""', "appendonly": "no", "maxmemory-policy": "noeviction", "dir": "/tmp"}
+    lines |= {str(key): str(value) for key, value in store.settings.items()}
+    told = " ".join(f"{key} {value}" + r"\n" for key, value in lines.items()).replace("\\n ", "\\n")
+    # A file and not an argument: arguments can be read by everybody on the node.
+    script = (
+        f"umask 077; printf '{told}requirepass %s\\n' \"${parts.PASSWORD}\" > /tmp/store.conf; "
+        'exec valkey-server /tmp/store.conf "$@"'
+    )
+    ping = "valkey-cli ping | grep -q PONG"
+    container: Manifest = {
+        "name": "store",
+        "image": options.store_image,
+        "command": ["sh", "-c", script, "store", *store.args],
+        "env": [
+            parts.secret_variable(graph, options, parts.PASSWORD),
+            # For valkey-cli in the probe.
+            parts.secret_variable(graph, options, "REDISCLI_AUTH", parts.PASSWORD),
+            *parts.own_variables(graph, options, store),
+        ],
+        "ports": [{"name": "redis", "containerPort": parts.STORE_PORT}],
+        "readinessProbe": {"exec": {"command": ["sh", "-c", ping]}, "periodSeconds": 5, "timeoutSeconds": 5},
+        "livenessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": _PROBE_S, "failureThreshold": 6},
+        "resources": {"requests": parts.requests(options, store, {"cpu": "500m", "memory": "1Gi"})},
+        "securityContext": parts.confined(read_only=True),
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+    pod = {
+        "securityContext": parts.pod_security(user=999),
+        "containers": [container],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }
+    out = [
+        parts.deployment(graph, store, options, pod, replicas=1, strategy={"type": "Recreate"}),
+        parts.service(graph, store, parts.STORE_PORT, "redis"),
+    ]
+    if options.network_policy:
+        mine = [c for c in graph.components if isinstance(c, Workers | Frontend | Planner)]
+        rule = {"from": parts.from_pods(graph, *mine), "ports": [{"port": "redis"}]}
+        out.append(parts.network_policy(graph, store, [rule]))
+    return out
+
+
+def _serve(graph: Graph, workers: Workers, options: KubernetesOptions) -> list[str]:
+    told = program_args.worker_args(workers.role, workers.settings)
+    _no_secrets(workers, told.env)
+    args = [*told.args]
+    gpus = int(workers.gpus) if options.gpu_resource else 0
+    if gpus > 1 and not program_args.parallel_sizes(workers.args):
+        args += ["--tensor-parallel-size", str(gpus)]
+    engine = EngineSpec(
+        graph.model_of(workers),
+        max_model_len=None if gpus else min(_CPU_MAX_MODEL_LEN, workers.kv_blocks * _BLOCK_SIZE),
+        block_size=_BLOCK_SIZE,
+        kv_blocks=workers.kv_blocks,
+        shutdown_timeout_s=options.drain_s,
+    )
+    spec = WorkerSpec(workers.label, None, parts.WORKER_PORT, (*args, *workers.args))
+    place = Place(gpus=tuple(str(n) for n in range(gpus)))
+    command = commands.worker_command(spec, engine, place, programs=Path(), store="", namespace="")
+    command[command.index(LOOPBACK)] = ANY
+    return command
+
+
+def _worker_volumes(workers: Workers, options: KubernetesOptions) -> tuple[list[Manifest], list[Manifest]]:
+    settings = {key.replace("-", "_").removeprefix("pd_"): value for key, value in workers.settings.items()}
+    shm: Manifest = {"medium": "Memory"}
+    if not settings.get("cpu_percent"):
+        shm["sizeLimit"] = f"{int(float(settings.get('cpu_gib') or 0)) + _SHM_SLACK_GIB}Gi"
+    volumes: list[Manifest] = [{"name": "shm", "emptyDir": shm}]
+    mounts: list[Manifest] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if options.model_volume:
+        volumes.append({"name": "models", **options.model_volume})
+        mounts.append({"name": "models", "mountPath": "/models"})
+    if settings.get("ssd_path"):
+        size = int(float(settings.get("ssd_gib") or 0) * _SSD_SLACK) + 1
+        volumes.append({"name": "ssd", **(options.ssd_volume or {"emptyDir": {"sizeLimit": f"{size}Gi"}})})
+        mounts.append({"name": "ssd", "mountPath": str(settings["ssd_path"])})
+    return volumes, mounts
+
+
+def _workers(graph: Graph, workers: Workers, store: Store, options: KubernetesOptions) -> list[Manifest]:
+    volumes, mounts = _worker_volumes(workers, options)
+    gpus = {options.gpu_resource: str(int(workers.gpus))} if options.gpu_resource else {}
+    requests = parts.requests(options, workers, {} if gpus else {"cpu": str(workers.cores)})
+    env = [
+        # The address under which routers and other workers reach it.
+        {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        *_store_variables(graph, store, options),
+        *parts.variables({"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}),
+        *(parts.variables({"HF_HOME": "/models/cache"}) if options.model_volume else []),
+        *parts.own_variables(graph, options, workers),
+    ]
+    container: Manifest = {
+        "name": "vllm",
+        "image": options.worker_image,
+        "command": _serve(graph, workers, options),
+        "env": env,
+        "ports": [{"name": "http", "containerPort": parts.WORKER_PORT}],
+        "startupProbe": parts.probe(
+            "/health", periodSeconds=_PROBE_S, failureThreshold=max(1, round(workers.ready_s / _PROBE_S))
+        ),
+        "readinessProbe": parts.probe("/health", periodSeconds=5, failureThreshold=3),
+        "livenessProbe": parts.probe("/health", periodSeconds=_PROBE_S, failureThreshold=6),
+        "resources": {key: value for key, value in (("requests", requests), ("limits", gpus)) if value},
+        "securityContext": parts.confined(read_only=False),
+        "volumeMounts": mounts,
+    }
+    pod: Manifest = {
+        "securityContext": parts.pod_security(),
+        "terminationGracePeriodSeconds": options.drain_s + _AFTER_DRAIN_S,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    if options.runtime_class:
+        pod["runtimeClassName"] = options.runtime_class
+    if options.node_selector:
+        pod["nodeSelector"] = dict(options.node_selector)
+    if options.tolerations:
+        pod["tolerations"] = [dict(each) for each in options.tolerations]
+    role = str(workers.role)
+    out = [
+        parts.deployment(
+            graph,
+            workers,
+            options,
+            pod,
+            replicas=workers.count,
+            # No GPU is free for one more while the old one is there.
+            strategy={"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            more_labels={labels.STARTS_AS: role, labels.NAMESPACE: graph.namespace},
+            pod_labels={labels.ROLE: role},
+            annotations={
+                labels.MODEL: graph.model_of(workers),
+                labels.MIN: str(workers.limits.min),
+                labels.MAX: str(workers.limits.max),
+            },
+        ),
+        parts.disruption_budget(graph, workers),
+    ]
+    if options.network_policy:
+        routers = [c for c in graph.components if isinstance(c, Frontend)]
+        rules: list[Manifest] = [
+            # Between workers NIXL opens connections on ports that it chooses.
+            {"from": parts.from_pods(graph, *graph.workers)},
+            {"from": parts.from_pods(graph, *routers), "ports": [{"port": "http"}]},
+            *parts.from_monitoring(options, "http"),
+        ]
+        out.append(parts.network_policy(graph, workers, rules))
+    return out
+
+
+def _small_pod(container: Manifest, grace_s: int) -> Manifest:
+    return {
+        "securityContext": parts.pod_security(user=_NOBODY),
+        "terminationGracePeriodSeconds": grace_s,
+        "containers": [
+            {
+                **container,
+                "securityContext": parts.confined(read_only=True),
+                "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+            }
+        ],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }
+
+
+def _frontend(graph: Graph, frontend: Frontend, store: Store, options: KubernetesOptions) -> list[Manifest]:
+    router = graph.router
+    settings = check_settings.router_told(graph)
+    told = program_args.router_args(settings)
+    _no_secrets(frontend, told.env)
+    args = list(told.args)
+    if router is None and "--policy" not in args:
+        args += ["--policy", "least-loaded"]
+    grace = float(settings.get("shutdown_grace") or options.drain_s)
+    if "--shutdown-grace" not in args:
+        args += ["--shutdown-grace", f"{grace:g}"]
+    own = (*frontend.args, *(router.args if router is not None else ()))
+    container: Manifest = {
+        "name": "router",
+        "image": options.router_image,
+        "command": ["vllm-pd-router", "--host", ANY, "--port", str(parts.ROUTER_PORT), *args, *own],
+        "env": [
+            *_store_variables(graph, store, options),
+            *parts.variables({"PYTHONUNBUFFERED": "1"}),
+            *parts.own_variables(graph, options, router, frontend),
+        ],
+        "ports": [{"name": "http", "containerPort": parts.ROUTER_PORT}],
+        "startupProbe": parts.probe("/health", periodSeconds=2, failureThreshold=60),
+        "readinessProbe": parts.probe("/ready", periodSeconds=5, failureThreshold=2),
+        "livenessProbe": parts.probe("/health", periodSeconds=_PROBE_S, failureThreshold=3),
+        "resources": {"requests": parts.requests(options, frontend, {"cpu": "1", "memory": "1Gi"})},
+    }
+    rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    pod = _small_pod(container, int(grace) + _ROUTER_GRACE_S)
+    return [
+        parts.deployment(graph, frontend, options, pod, replicas=frontend.count, strategy=rolling),
+        parts.service(graph, frontend, frontend.port or parts.ROUTER_PORT, "http", options.service_type),
+        parts.disruption_budget(graph, frontend),
+    ]
+
+
+def _planner(graph: Graph, planner: Planner, store: Store, options: KubernetesOptions) -> list[Manifest]:
+    told = program_args.planner_args(planner.settings)
+    _no_secrets(planner, told.env)
+    args = ["planner", "run", *told.args, *planner.args]
+    if "--actuator" not in args:
+        args += ["--actuator", "kubernetes"]
+    if "--metrics-port" not in args:
+        args += ["--metrics-host", ANY, "--metrics-port", str(parts.PLANNER_PORT)]
+    container: Manifest = {
+        "name": "planner",
+        "image": options.router_image,
+        "command": ["vllm-pd", *args],
+        "env": [
+            *_store_variables(graph, store, options),
+            *parts.variables({"PYTHONUNBUFFERED": "1"}),
+            *parts.own_variables(graph, options, planner),
+        ],
+        "ports": [{"name": "metrics", "containerPort": _metrics_port(args)}],
+        "livenessProbe": parts.probe("/health", "metrics", periodSeconds=_PROBE_S, failureThreshold=6),
+        "resources": {"requests": parts.requests(options, planner, {"cpu": "200m", "memory": "512Mi"})},
+    }
+    name = parts.name_of(graph, planner)
+    account = {"serviceAccountName": name, "automountServiceAccountToken": True}
+    pod = {**_small_pod(container, 30), **account}
+    out: list[Manifest] = [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": parts.metadata(graph, planner)},
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "Role",
+            "metadata": parts.metadata(graph, planner),
+            "rules": rules(graph),
+        },
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "RoleBinding",
+            "metadata": parts.metadata(graph, planner),
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name}],
+        },
+        parts.deployment(
+            graph,
+            planner,
+            options,
+            pod,
+            replicas=options.planner_replicas,
+            strategy={"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        ),
+    ]
+    if options.network_policy:
+        out.append(parts.network_policy(graph, planner, parts.from_monitoring(options, "metrics")))
+    return out
+
+
+def _metrics_port(args: list[str]) -> int:
+    said = program_args.value_of(args, "--metrics-port") or ""
+    return int(said) if said.isdigit() and said != "0" else parts.PLANNER_PORT
+
+
+def rules(graph: Graph) -> list[dict[str, Any]]:
+    """What the planner may do: see workloads and pods, scale this graph's workloads, label pods."""
+    names = [parts.name_of(graph, workers) for workers in graph.workers]
+    return [
+        {"apiGroups": ["apps"], "resources": ["deployments", "statefulsets"], "verbs": ["list"]},
+        {
+            "apiGroups": ["apps"],
+            "resources": ["deployments/scale", "statefulsets/scale"],
+            "resourceNames": names,
+            "verbs": ["get", "update"],
+        },
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]},
+    ]
