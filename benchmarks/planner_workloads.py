@@ -85,51 +85,44 @@ def _wave(at: float, period: float) -> float:
     return math.sin(2 * math.pi * at / period)
 
 
-def _total(at: float) -> float:
-    """Of the sinusoid: requests a second."""
+def _sinusoid_total(at: float) -> float:
     return 1.9 * (1.0 + 0.3 * _wave(at, 1800.0))
 
 
-def _part(at: float) -> float:
-    """Of the sinusoid: readers among them."""
+def _sinusoid_part(at: float) -> float:
+    """Readers among all."""
     return 0.45 + 0.35 * _wave(at, 2400.0)
 
 
-def _between(at: float, begin: float, end: float) -> bool:
-    return begin <= at < end
+def _sinusoid_reading(at: float) -> float:
+    return _sinusoid_total(at) * _sinusoid_part(at)
 
 
-SINUSOID = Workload(
-    "sinusoid", 10.0, 0.06, True, reading=lambda t: _total(t) * _part(t), writing=lambda t: _total(t) * (1 - _part(t))
-)
-STEP = Workload(
-    "step",
-    10.0,
-    0.06,
-    True,
-    reading=lambda t: 1.6 if _between(t, 1200, 2400) else 0.25,
-    writing=lambda t: 0.4 if _between(t, 1200, 2400) else 1.7,
-)
-SPIKE = Workload(
-    "spike",
-    10.0,
-    0.06,
-    True,
-    seconds=2400.0,
-    reading=lambda t: 2.0 if _between(t, 900, 1200) else 0.4,
-    writing=lambda t: 0.8,
-)
-CONVERSATION = Workload(
-    "conversation trace",
-    3.0,
-    0.015,
-    False,
-    trace="conversation",
-    speed=2.0,
-    timing=TimingModel(),
-    engine=EngineConfig(),
-)
-SYNTHETIC = Workload(
-    "synthetic trace", 3.0, 0.015, False, trace="synthetic", speed=2.0, timing=TimingModel(), engine=EngineConfig()
+def _sinusoid_writing(at: float) -> float:
+    return _sinusoid_total(at) * (1.0 - _sinusoid_part(at))
+
+
+def _step_reading(at: float) -> float:
+    return 1.6 if 1200 <= at < 2400 else 0.25
+
+
+def _step_writing(at: float) -> float:
+    return 0.4 if 1200 <= at < 2400 else 1.7
+
+
+def _spike_reading(at: float) -> float:
+    return 2.0 if 900 <= at < 1200 else 0.4
+
+
+def _spike_writing(at: float) -> float:
+    return 0.8
+
+
+SINUSOID = Workload("sinusoid", 10.0, 0.06, True, reading=_sinusoid_reading, writing=_sinusoid_writing)
+STEP = Workload("step", 10.0, 0.06, True, reading=_step_reading, writing=_step_writing)
+SPIKE = Workload("spike", 10.0, 0.06, True, seconds=2400.0, reading=_spike_reading, writing=_spike_writing)
+CONVERSATION, SYNTHETIC = (
+    Workload(f"{name} trace", 3.0, 0.015, False, trace=name, speed=2.0, timing=TimingModel(), engine=EngineConfig())
+    for name in ("conversation", "synthetic")
 )
 WORKLOADS = (SINUSOID, STEP, SPIKE, CONVERSATION, SYNTHETIC)
