@@ -13,6 +13,7 @@ from vllm_pd.router.client_transfer import ClientTransfer, own_transfer, own_tra
 from vllm_pd.router.continuable import read_body, wants_ids, why_not
 from vllm_pd.router.decision import PromptKind, Reason
 from vllm_pd.router.demand import BadOverride, Demand, DemandReader
+from vllm_pd.router.demand_report import Served
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.give_up import Handed
 from vllm_pd.router.prompt_reading import PromptReader
@@ -50,6 +51,8 @@ class Broken:
     """When it was noticed, `time.monotonic()`."""
     stopping: bool = False
     """Not the worker broke it off but this router, which is being stopped."""
+    handed_over: bool = False
+    """Not the worker broke it off but this router, because the worker is to do something else."""
 
 
 @dataclass(slots=True)
@@ -91,7 +94,15 @@ class Call:
     """Which property of the request forbids that."""
     continues: int = 0
     """The how manieth continuation of a client's stream it is."""
+    losses: int = 0
+    """How many of the stream's workers were lost; those that it was taken from for another reason do not count."""
+    limit: int = 0
+    """Tokens that the whole answer may have, where this continues one."""
+    stays: bool = False
+    """It was found to be none that another worker could go on with exactly."""
     broken: Broken | None = None
+    served: Served | None = None
+    """What is counted of it for planners; of a continuation that of the client's request."""
 
     @property
     def id(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from vllm_pd import __version__
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import settings_of
+from vllm_pd.planner.settings import read_settings as read_planner_settings
 from vllm_pd.router import settings as router_settings
 from vllm_pd.router.service import RouterService
 from vllm_pd.router.settings import RouterSettings
@@ -76,7 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 async def _serve(settings: RouterSettings) -> None:
-    service = RouterService(settings)
+    planner = None
+    if settings.planner:
+        own = {"store": settings.store, "namespace": settings.namespace}
+        planner = read_planner_settings(own, settings.planner_config, os.environ)
+    service = RouterService(settings, planner=planner)
     stopping = asyncio.Event()
 
     def on_signal(number: int) -> None:

@@ -193,15 +193,18 @@ class Continuation:
     async def run(self, call: Call, answer: Callable[[Call], Awaitable[None]]) -> None:
         """Bring the stream of `call`, which is broken, to its end, whatever that is. `answer` serves a call."""
         lost: set[WorkerId] = set()
-        times, broken = 0, call.broken
+        times, losses, broken = 0, 0, call.broken
         while broken is not None:
-            lost.add(broken.worker.id)
+            if not broken.handed_over:
+                # Else its worker is well, and a last resort.
+                lost.add(broken.worker.id)
+                losses += 1
             if call.tail is not None and call.tail.finished:
                 await self._complete(call, call.tail)
                 return
             times += 1
             try:
-                following = await self._following(call, broken, lost, times)
+                following = await self._following(call, broken, lost, times, losses)
             except _Stop as stop:
                 await self._end(call, broken, stop.why)
                 return
@@ -211,9 +214,42 @@ class Continuation:
             if reply.began:
                 self._metrics.continuation_seconds.observe(reply.began - broken.at)
             outcome = Continued.FAILED if reply.failed else Continued.CONTINUED
-            self._metrics.broken_streams.labels(outcome, "").inc()
+            if broken.handed_over:
+                self._metrics.handed_over_streams.labels(outcome).inc()
+            else:
+                self._metrics.broken_streams.labels(outcome, "").inc()
             _log.info("%s: its stream was %s as %s", call.id, outcome, following.id)
             broken = following.broken
+
+    def may_leave(self, call: Call, worker: Worker) -> bool:
+        """Whether another worker can go on with the stream, as it stands, exactly and without asking anybody. A stream
+        for which that will never be so is marked."""
+        tail, settings = call.tail, self._settings
+        if tail is None or tail.off or tail.opaque or not settings.continue_streams or worker.record.penalises_answers:
+            call.stays = True
+            return False
+        if not tail.prompt or tail.finished or tail.unsure or tail.clean < len(tail.ids):
+            return False
+        if (call.limit or self._limit(call, tail, worker)) <= tail.clean:
+            call.stays = True
+            return False
+        return any(
+            other.decodes and other.pool == worker.pool and other is not worker and not other.is_broken
+            for other in self._directory.serving(call.demand.model) or ()
+        )
+
+    @staticmethod
+    def _limit(call: Call, tail: TokenTail, worker: Worker) -> int:
+        """Tokens that the whole answer may have; 0 when that is not known."""
+        members, kind, record = read_body(call.body), call.demand.kind, worker.record
+        if members is None or kind is None:
+            return 0
+        limits = [
+            answer_limit(members, kind) or record.default_answer_limit,
+            record.answer_cap,
+            record.max_model_len and record.max_model_len - tail.prompt_tokens,
+        ]
+        return min((limit for limit in limits if limit), default=0)
 
     async def _complete(self, call: Call, tail: TokenTail) -> None:
         """Send what stands behind the last token."""
@@ -231,27 +267,21 @@ class Continuation:
         await call.reply.write(sse_error(502, problem))
         await call.reply.finish()
 
-    async def _following(self, call: Call, broken: Broken, lost: set[WorkerId], times: int) -> Call:
+    async def _following(self, call: Call, broken: Broken, lost: set[WorkerId], times: int, losses: int) -> Call:
         """The call that goes on with the stream of `call`. Raises _Stop."""
         if broken.stopping:
             raise _Stop(Why.STOPPING)
-        tail = self._tail(call, times)
+        tail = self._tail(call, losses)
         members, kind = read_body(call.body), call.demand.kind
         assert members is not None and kind is not None
-        record = broken.worker.record
-        if record.penalises_answers:
+        if broken.worker.record.penalises_answers:
             raise _Stop(Why.PENALTY)
-        limits = [
-            answer_limit(members, kind) or record.default_answer_limit,
-            record.answer_cap,
-            record.max_model_len and record.max_model_len - tail.prompt_tokens,
-        ]
-        limit = min((limit for limit in limits if limit), default=0)
+        limit = self._limit(call, tail, broken.worker)
         if not limit:
             raise _Stop(Why.NO_LIMIT)
         # A worker that dies breaks all of its streams at once, and each of them can be served: the first time is free.
         # What keeps breaking is a cluster that fails as a whole.
-        if times > 1 and not self._budget.take():
+        if losses > 1 and not broken.handed_over and not self._budget.take():
             raise _Stop(Why.BUDGET)
         workers = self._directory.serving(call.demand.model) or []
         decoders = [worker for worker in workers if worker.role.decodes]
@@ -285,9 +315,12 @@ class Continuation:
             tried=set(lost) if others else set(),
             tail=tail,
             continues=times,
+            losses=losses,
+            limit=limit,
+            served=call.served,
         )
 
-    def _tail(self, call: Call, times: int) -> TokenTail:
+    def _tail(self, call: Call, losses: int) -> TokenTail:
         """What is known of the stream, if that is enough. Raises _Stop."""
         tail = call.tail
         if not self._settings.continue_streams:
@@ -298,7 +331,7 @@ class Continuation:
             raise _Stop(Why.NO_IDS)
         if tail.opaque:
             raise _Stop(Why.PARSER)
-        if times > self._settings.continue_streams:
+        if losses > self._settings.continue_streams:
             raise _Stop(Why.TIMES)
         return tail
 

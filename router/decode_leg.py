@@ -183,7 +183,8 @@ class DecodeLeg:
             leg.movable = partial(self._can_continue, call, worker)
             self._note_first(attempt, answer, call)
             tokens = await self._relay.pass_on(attempt, answer, first, call)
-            if call.broken is not None and call.broken.worker is worker and leg.wait.error is None:
+            broken = call.broken
+            if broken is not None and broken.worker is worker and not broken.handed_over and leg.wait.error is None:
                 self._directory.note_failed(worker, "it broke off a stream")
             return None
         except UpstreamError as e:
@@ -268,6 +269,10 @@ class DecodeLeg:
     def _next_attempt(self, call: Call) -> Attempt | None:
         """The decode leg to try next, counted on its engine; the planned one first."""
         planned, call.reserved = call.reserved, None
+        if planned is not None and not planned.worker.decodes and self._has_other(call, planned.worker, 1):
+            # While the prompt was computed, its worker has begun to leave for another role.
+            planned.end()
+            planned = None
         if planned is not None:
             if planned.remote == self._uses_params(planned.worker, call):
                 return planned
@@ -304,7 +309,7 @@ class DecodeLeg:
     def _has_other(self, call: Call, worker: Worker, attempts_left: int) -> bool:
         """Whether a worker that is well could be asked instead of `worker`."""
         return attempts_left > 0 and any(
-            other.role.decodes and other is not worker and not other.is_broken and other.id not in call.tried
+            other.decodes and other is not worker and not other.is_broken and other.id not in call.tried
             for other in self._workers(call)
         )
 
@@ -319,7 +324,7 @@ class DecodeLeg:
             tail is not None
             and not tail.off
             and not tail.opaque
-            and call.continues < self._settings.continue_streams
+            and call.losses < self._settings.continue_streams
             and self._has_other(call, worker, 1)
         )
 
@@ -359,6 +364,8 @@ class DecodeLeg:
             ttft.observe(now - call.started)
         if answer.status != HTTPStatus.OK:
             return
+        if call.served is not None:
+            call.served.begun(None if call.demand.silent or call.continues else now - call.started)
         attempt.first_byte()
         if attempt.remote:
             self._metrics.split.inc()

@@ -19,6 +19,7 @@ from vllm_pd.router.breaker import CLOSED, Breaker, Circuit, Sign, sign_of
 from vllm_pd.router.transport import Headers, retry_after
 from vllm_pd.router.worker import Source, Worker
 from vllm_pd.routing.rates import RateLearner
+from vllm_pd.routing.speed import Rates
 from vllm_pd.state.base import PoolId, Role, WorkerId, WorkerState
 
 LATE_PAUSE_S = 2.0
@@ -104,14 +105,19 @@ class Directory:
     def _usable(self, workers: Iterable[Worker]) -> list[Worker]:
         """Without those in trouble, unless then nothing could decode: a failed attempt beats a refusal on suspicion.
 
-        Of those in trouble the ones that are only too busy come first.
+        Of those in trouble the ones that are only too busy come first, also before one that is about to do something
+        else.
         """
         now = self._clock()
         known = list(workers)
         usable = [worker for worker in known if worker.is_usable(now)]
-        if len(usable) < len(known) and not any(worker.role.decodes for worker in usable):
-            decoders = [worker for worker in known if worker.role.decodes]
-            usable += [worker for worker in decoders if not worker.is_broken] or decoders
+        if len(usable) < len(known) and not any(worker.decodes for worker in usable):
+            decoders = [worker for worker in known if worker.role.decodes and not worker.is_usable(now)]
+            busy = [worker for worker in decoders if not worker.is_broken]
+            if any(worker.role.decodes for worker in usable):
+                usable += [worker for worker in busy if worker.decodes]
+            else:
+                usable += busy or decoders
         return usable
 
     def is_current(self, worker: Worker) -> bool:
@@ -239,7 +245,7 @@ class Directory:
                 if known.source is not source or known.record.epoch != state.record.epoch:
                     self.generation += 1
                 known.source = source
-                known.update(state, now)
+                self._update(known, state, now)
         if source is Source.STORE:
             # While the store was away nobody could come back.
             self._departed = {
@@ -248,6 +254,19 @@ class Directory:
                 if after_outage or now - left < LAST_RESORT_S
             }
         self._index()
+
+    def _update(self, worker: Worker, state: WorkerState, now: float) -> None:
+        before = worker.record
+        worker.update(state, now)
+        after = worker.record
+        if after.role is not before.role:
+            _log.info("worker %s is %s now", worker.id, after.role)
+        elif after.moving_to is not before.moving_to:
+            _log.info(
+                "worker %s %s",
+                worker.id,
+                f"drains to be {after.moving_to}" if after.moving_to else f"stays {after.role}",
+            )
 
     def _remove(self, worker: Worker) -> None:
         del self._workers[worker.id]
@@ -281,6 +300,15 @@ class Directory:
         if self.store.up or not self.store.problem:
             _log.warning("store lost, serving from memory: %s", problem)
         self.store = StoreStatus(configured=True, up=False, problem=problem)
+
+    def count_moving(self) -> dict[Role, int]:
+        """How many workers drain for each role, every role present."""
+        return {role: sum(worker.record.moving_to is role for worker in self._workers.values()) for role in Role}
+
+    def learned_rates(self, pool: PoolId) -> Rates | None:
+        """How fast the usual worker of a pool was seen to be; None while that is a mere prior."""
+        learner = self._learners.get(pool)
+        return learner.rates if learner is not None and learner.is_learned else None
 
     def count_by_role(self) -> dict[Role, int]:
         """How many workers each role has, every role present."""

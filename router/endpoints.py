@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.router import explain_endpoint, service_discovery
+from vllm_pd.router import explain_endpoint, roles_endpoint, service_discovery
 from vllm_pd.router.call import CHAT, COMPLETION, CallReader, Endpoint
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.drain import STOPPING, Drain
@@ -22,6 +22,7 @@ from vllm_pd.router.placement import Placer
 from vllm_pd.router.proxy import Proxy
 from vllm_pd.router.readiness import Readiness
 from vllm_pd.router.replies import send_error, send_json
+from vllm_pd.router.roles_endpoint import RolesEndpoint
 from vllm_pd.router.service_discovery import ServiceDiscovery
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.transport import (
@@ -88,6 +89,7 @@ class Endpoints:
         drain: Drain,
         metrics: RouterMetrics,
         clock: Callable[[], float],
+        roles: RolesEndpoint,
     ) -> None:
         self._settings = settings
         self._directory = directory
@@ -102,6 +104,7 @@ class Endpoints:
         self._explain = ExplainEndpoint(directory, calls, placer, self._inference)
         self._own: dict[str, _Own] = {
             explain_endpoint.PATH: self._explain.serve,
+            roles_endpoint.PATH: roles.serve,
             service_discovery.PATH: ServiceDiscovery(directory).serve,
             "/health": self._health,
             "/ready": self._ready,
@@ -153,7 +156,9 @@ class Endpoints:
         if own is None:
             paths = ", ".join(sorted([*self._inference, *self._own]))
             await send_error(reply, 404, f"The router has no path {path}; it has {paths}.")
-        elif (right := "POST" if path == explain_endpoint.PATH else "GET") != method.replace("HEAD", "GET"):
+        elif path != roles_endpoint.PATH and (
+            (right := "POST" if path == explain_endpoint.PATH else "GET") != method.replace("HEAD", "GET")
+        ):
             await _wrong_method(reply, path, right)
         elif path.startswith("/v1/") and not self._is_allowed(request):
             await _unauthorized(reply)
@@ -191,6 +196,7 @@ class Endpoints:
             "id": worker.id,
             "url": worker.url,
             "role": worker.role,
+            "moving_to": worker.record.moving_to,
             "pool": worker.pool,
             "models": worker.record.models,
             "source": worker.source,

@@ -49,7 +49,9 @@ class _DirectoryCollector(Collector):
             labels=["worker", "role", "pool", "model"],
         )
         usable = GaugeMetricFamily(
-            f"{_PREFIX}_worker_usable", "1 when nothing is wrong with a worker, 0 when it is left out.", labels=["worker"]
+            f"{_PREFIX}_worker_usable",
+            "1 when nothing is wrong with a worker, 0 when it is left out.",
+            labels=["worker"],
         )
         blocks = GaugeMetricFamily(
             f"{_PREFIX}_worker_kv_blocks", "Blocks of a worker's GPU-side KV cache, where it said so.", labels=["worker"]
@@ -61,6 +63,12 @@ class _DirectoryCollector(Collector):
             info.add_metric([worker.id, worker.role, worker.pool, models[0] if models else ""], 1)
             usable.add_metric([worker.id], int(worker.breaker.trouble is Trouble.NONE))
         yield from (info, usable, blocks)
+        moving = GaugeMetricFamily(
+            f"{_PREFIX}_workers_moving", "Known workers that drain for another role, by that role.", labels=["role"]
+        )
+        for role, count in self._directory.count_moving().items():
+            moving.add_metric([role], count)
+        yield moving
         troubled = GaugeMetricFamily(
             f"{_PREFIX}_workers_in_trouble", "Known workers that are left out, by what is wrong.", labels=["trouble"]
         )
@@ -131,6 +139,12 @@ class RouterMetrics:
             f"{_PREFIX}_given_up_handoffs_total",
             "Hand-offs whose decode leg ended before its first byte: the decode worker was told (delivered), or why "
             "not; those are left to their lease.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.handed_over_streams = Counter(
+            f"{_PREFIX}_handed_over_streams_total",
+            "Streams that another worker went on with because theirs changes its role: continued, or failed to be.",
             ["outcome"],
             registry=self.registry,
         )

@@ -75,6 +75,7 @@ class Placer:
         self._random = Random(settings.seed if settings.seed >= 0 else None)
         self._orders = policies.policy(settings.policy, settings.weights).patience > 0
         """Else all keep the order of arrival, those with another policy by a header too."""
+        self._strict = settings.require_prefill
         self._sessions = Sessions(settings.session_ttl)
         self._metrics = metrics
         self._index = index
@@ -133,6 +134,7 @@ class Placer:
 
     def _asks(self, demand: Demand, workers: Sequence[Worker], *, split: bool, now: float) -> list[PoolAsk]:
         pools: dict[PoolId, tuple[list[EngineLedger], list[EngineLedger]]] = {}
+        leaving: list[Worker] = []
         pool: PoolId | None = None
         for worker in workers:
             # Mostly all are of one pool.
@@ -144,8 +146,15 @@ class Placer:
                     engine.advance(now)
             if worker.decodes:
                 decoders += worker.engines
-            if split and worker.hands_over:
-                prefillers += worker.engines
+            elif worker.role.decodes:
+                leaving.append(worker)
+            if split:
+                if worker.hands_over:
+                    prefillers += worker.engines
+                elif self._strict and worker.can_hand_over:
+                    leaving.append(worker)
+        if leaving:
+            _last_resort(pools, leaving, split=split and self._strict)
         session = self._sessions.worker(demand.session, now) if demand.session else None
         return [
             self._ask(demand, pool, decoders, prefillers, workers, session)
@@ -268,6 +277,24 @@ class Placer:
         if announcements is None or attempt.announced is None or not announcements.wants(placed.engine.holder):
             return
         announcements.sent(placed.engine.holder, placed.prompt.keys, attempt.announced)
+
+
+def _last_resort(
+    pools: dict[PoolId, tuple[list[EngineLedger], list[EngineLedger]]], leaving: Sequence[Worker], *, split: bool
+) -> None:
+    """Where nobody else could serve the request at all, those on their way to another role do it.
+
+    Args:
+        split: whether a prompt that nobody prefills is refused.
+    """
+    decodes = any(decoders for decoders, _ in pools.values())
+    prefills = {pool for pool, (_, prefillers) in pools.items() if prefillers}
+    for worker in dict.fromkeys(leaving):
+        decoders, prefillers = pools[worker.pool]
+        if not decodes and worker.role.decodes:
+            decoders += worker.engines
+        if split and worker.pool not in prefills and worker.can_hand_over:
+            prefillers += worker.engines
 
 
 def _lead(ask: PoolAsk, choice: Choice) -> int:

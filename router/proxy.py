@@ -14,8 +14,9 @@ import time
 from vllm_pd.router.attempt import Placed
 from vllm_pd.router.call import Call, CallReader, Endpoint, nothing_decodes, nothing_prefills
 from vllm_pd.router.continuation import Continuation
-from vllm_pd.router.decision import UNSERVED_IF_STRICT
+from vllm_pd.router.decision import UNSERVED_IF_STRICT, PromptKind
 from vllm_pd.router.decode_leg import DecodeLeg
+from vllm_pd.router.demand_report import DemandMeter
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.explanation import DECISION_HEADER, decision_header
 from vllm_pd.router.metrics import RouterMetrics
@@ -30,6 +31,8 @@ from vllm_pd.routing.queue_rule import BACK_PRESSURE, ELSEWHERE, Failure, refusa
 from vllm_pd.routing.record import DecisionRecord
 
 MAX_PREFILL_ATTEMPTS = 2
+GENERATING = frozenset({"/v1/responses", "/v1/messages"})
+"""Paths that generate, beside those with a prompt kind."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class Proxy:
         decode: DecodeLeg,
         continuation: Continuation,
         metrics: RouterMetrics,
+        meter: DemandMeter | None = None,
     ) -> None:
         self._settings = settings
         self._releases = releases
@@ -60,18 +64,25 @@ class Proxy:
         self._decode = decode
         self._continuation = continuation
         self._metrics = metrics
+        self._meter = meter
 
     async def serve(self, endpoint: Endpoint, request: ClientRequest, reply: ClientReply) -> None:
         """Answer one request."""
         call = await self._calls.read(endpoint, request, reply)
         if call is None:
             return
-        await self._answer(call)
-        if call.broken is not None:
-            await self._continuation.run(call, self._answer)
+        try:
+            await self._answer(call)
+            if call.broken is not None:
+                await self._continuation.run(call, self._answer)
+        finally:
+            if call.served is not None:
+                call.served.ended()
 
     async def _answer(self, call: Call) -> None:
         placement = self._placer.place(call.demand, call.workers, split=True, exclude=call.tried)
+        if call.served is None:
+            self._count(call, placement)
         if placement is None:
             # They have changed their roles while the prompt was read.
             await send_error(call.reply, 503, nothing_decodes(self._directory, call.demand.model))
@@ -102,6 +113,19 @@ class Proxy:
                 call.reserved.end()
             if outcome is not None and outcome.hold is not None and not outcome.failure and call.handed is None:
                 self._releases.release(outcome.hold)
+
+    def _count(self, call: Call, placement: Placement | None) -> None:
+        """Tell planners of a request that generates, whether anybody can serve it or not."""
+        kind = call.demand.kind
+        if self._meter is None or (kind is None and call.demand.path not in GENERATING):
+            return
+        if placement is None:
+            pool = call.workers[0].pool
+            tokens = uncached = call.demand.prompt(pool).tokens
+        else:
+            placed = placement.prefill or placement.decode
+            pool, tokens, uncached = placed.worker.pool, placed.ask.tokens, placed.choice.best.uncached
+        call.served = self._meter.arrived(pool, tokens, uncached, chat=kind is PromptKind.CHAT)
 
     async def _refuse(self, call: Call, status: int, outcome: PrefillOutcome) -> None:
         """The prefill leg failed, and decode workers may not do its work."""

@@ -237,11 +237,14 @@ class QueueWatch:
             queue.up = True
 
     async def _rehome(self, queue: PoolQueue, owners: Sequence[WorkerId]) -> None:
-        """Give the jobs of workers that are not registered to others."""
+        """Give the jobs of workers that are not registered, or do not prefill any more, to others."""
         now = self._clock()
         before, queue.missing = queue.missing, {}
         for owner in owners:
-            if self._directory.get(owner) is not None:
+            if (known := self._directory.get(owner)) is not None:
+                if not known.hands_over:
+                    # It does something else now, or is about to; what it has claimed it finishes.
+                    await _until_done(partial(self.queue.rehome, queue.pool, owner, claims=False))
                 continue
             lease_end = queue.seen.get(owner)
             since, lease_ended = before.get(owner) or (now, None if lease_end is None else now >= lease_end)

@@ -48,7 +48,7 @@ class Readiness:
         return self._directory.missing() or self._prefill_missing() or self._index_missing()
 
     def _prefill_missing(self) -> str:
-        if not self._require_prefill or any(worker.hands_over for worker in self._directory.workers):
+        if not self._require_prefill or any(worker.can_hand_over for worker in self._directory.workers):
             return ""
         return (
             "No worker prefills for others, and the router runs with --require-prefill; start one with --role prefill "

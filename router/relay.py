@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 
 from vllm_pd.router.attempt import Attempt
@@ -16,7 +17,8 @@ from vllm_pd.router.headers import to_client
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.token_tail import ABORTED, TokenTail
-from vllm_pd.router.transport import Headers, RouterStopping, StreamLost, UpstreamResponse, header
+from vllm_pd.router.transport import HandedOver, Headers, RouterStopping, StreamLost, UpstreamResponse, header
+from vllm_pd.router.worker import Worker
 
 EVENT_STREAM = "text/event-stream"
 MAX_WHOLE_BYTES = 8 * 1024 * 1024
@@ -27,11 +29,18 @@ _log = logging.getLogger(__name__)
 
 
 class Relay:
-    """Belongs to one router."""
+    """Belongs to one router.
 
-    def __init__(self, settings: RouterSettings, metrics: RouterMetrics) -> None:
+    Args:
+        may_leave: whether another worker could go on with a stream exactly, as it stands.
+    """
+
+    def __init__(
+        self, settings: RouterSettings, metrics: RouterMetrics, may_leave: Callable[[Call, Worker], bool]
+    ) -> None:
         self._settings = settings
         self._metrics = metrics
+        self._may_leave = may_leave
 
     async def pass_on(self, attempt: Attempt, answer: UpstreamResponse, first: bytes, call: Call) -> int:
         """Pass the answer on as it comes; `first` is the beginning of its body.
@@ -44,7 +53,7 @@ class Relay:
         headers = to_client(answer.headers) + call.extra
         length = _length_of_whole(headers)
         if length is not None:
-            body = await self._whole(answer, first, length)
+            body = await self._whole(answer, first, length, call)
             self._note_usage(attempt, body)
             await call.reply.send(answer.status, headers, body)
             return 0
@@ -55,7 +64,7 @@ class Relay:
             raise StreamLost(f"it answered with status {answer.status} and without events")
         return await self._pass_bytes(attempt, answer, first, call, headers)
 
-    async def _whole(self, answer: UpstreamResponse, first: bytes, length: int) -> bytes:
+    async def _whole(self, answer: UpstreamResponse, first: bytes, length: int, call: Call) -> bytes:
         """An answer in one piece. Of half of it a client has nothing, while another worker can give it whole."""
         parts, size = [first], len(first)
         while size < length:
@@ -68,6 +77,8 @@ class Relay:
         if answer.status == HTTPStatus.OK and ABORTED in body:
             # So a server ends what it has when it is told to stop.
             raise StreamLost("it gave the request up")
+        if call.served is not None:
+            call.served.whole(body)
         return body
 
     async def _pass_bytes(
@@ -79,6 +90,8 @@ class Relay:
         while chunk:
             await reply.write(chunk)
             events += chunk.count(b"\n\n")
+            if call.served is not None:
+                call.served.events(chunk)
             if b'"cached_tokens"' in chunk:
                 self._note_usage(attempt, chunk)
             try:
@@ -103,11 +116,13 @@ class Relay:
         headers: Headers,
     ) -> int:
         """The same for a stream whose token ids are kept, so that another worker could continue it."""
-        reply, idle = call.reply, self._settings.idle_timeout
+        reply, idle, worker = call.reply, self._settings.idle_timeout, attempt.worker
         chunk, events, started = first, 0, False
         try:
             while chunk:
                 events += chunk.count(b"\n\n")
+                if call.served is not None:
+                    call.served.events(chunk)
                 if b'"cached_tokens"' in chunk:
                     self._note_usage(attempt, chunk)
                 data = tail.feed(chunk)
@@ -118,6 +133,8 @@ class Relay:
                     await reply.write(data)
                 if tail.failure:
                     raise StreamLost(tail.failure)
+                if worker.hands_off and started and not call.stays and self._may_leave(call, worker):
+                    raise HandedOver("it is to do something else")
                 chunk = await answer.next_chunk(idle)
             if not tail.done and not tail.off:
                 raise StreamLost("it closed the connection")
@@ -141,13 +158,15 @@ class Relay:
 
 
 def _note_break(attempt: Attempt, call: Call, error: StreamLost) -> None:
-    stopping = isinstance(error, RouterStopping)
+    stopping, handed_over = isinstance(error, RouterStopping), isinstance(error, HandedOver)
     if stopping:
         problem = "This router is being stopped, and the time it gives answers in progress (--shutdown-grace) is over."
+    elif handed_over:
+        problem = f"Worker {attempt.worker.id} was to do something else."
     else:
         problem = f"Worker {attempt.worker.id} broke off its answer: {error}."
-    _log.warning("%s: %s", call.id, problem)
-    call.broken = Broken(attempt.worker, problem, time.monotonic(), stopping)
+    _log.log(logging.INFO if handed_over else logging.WARNING, "%s: %s", call.id, problem)
+    call.broken = Broken(attempt.worker, problem, time.monotonic(), stopping, handed_over)
 
 
 def _length_of_whole(headers: Headers) -> int | None:

@@ -13,12 +13,16 @@ from pathlib import Path
 from vllm_pd.background import end_tasks
 from vllm_pd.errors import SettingsError
 from vllm_pd.layered import redact
+from vllm_pd.planner.service import PlannerService
+from vllm_pd.planner.settings import PlannerSettings
 from vllm_pd.router.aiohttp_client import AiohttpUpstream, tls_context
 from vllm_pd.router.aiohttp_server import AiohttpServer
 from vllm_pd.router.announcements import Announcements
 from vllm_pd.router.call import CallReader
 from vllm_pd.router.continuation import Continuation
 from vllm_pd.router.decode_leg import DecodeLeg
+from vllm_pd.router.demand_report import INTERVAL_S as DEMAND_INTERVAL_S
+from vllm_pd.router.demand_report import DemandMeter, DemandPublisher
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.drain import Drain
 from vllm_pd.router.endpoints import Endpoints
@@ -44,6 +48,7 @@ from vllm_pd.router.relay import Relay
 from vllm_pd.router.release import Releases
 from vllm_pd.router.repeat import repeat
 from vllm_pd.router.retry_budget import RetryBudget
+from vllm_pd.router.roles_endpoint import RolesEndpoint
 from vllm_pd.router.self_check import SelfCheck
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.static_probe import StaticProbe
@@ -55,8 +60,10 @@ from vllm_pd.router.watched_legs import Legs
 from vllm_pd.router.worker import Worker
 from vllm_pd.state.base import Registry
 from vllm_pd.state.block_index import BlockIndex
-from vllm_pd.state.open_registry import open_block_index, open_prefill_queue, open_registry
+from vllm_pd.state.demand import DemandBoard
+from vllm_pd.state.open_registry import open_block_index, open_demand, open_prefill_queue, open_registry, open_roles
 from vllm_pd.state.prefill_queue import PrefillQueue
+from vllm_pd.state.roles import Roles
 
 STORE_INTERVAL_S = 0.5
 STORE_TIMEOUT_S = 1.0
@@ -73,7 +80,8 @@ class RouterService:
     """Make it anywhere; call its methods inside one event loop.
 
     Args:
-        registry, index, queue: instead of those behind `settings.store`.
+        registry, index, queue, roles, demand: instead of those behind `settings.store`.
+        planner: settings of a planner that is to run in this process; None for none.
         clock: monotonic seconds.
         refresh_s: seconds between two looks at the store, 0.5 if None; between two at static workers four times that.
 
@@ -88,6 +96,9 @@ class RouterService:
         registry: Registry | None = None,
         index: BlockIndex | None = None,
         queue: PrefillQueue | None = None,
+        roles: Roles | None = None,
+        demand: DemandBoard | None = None,
+        planner: PlannerSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         refresh_s: float | None = None,
     ) -> None:
@@ -97,7 +108,15 @@ class RouterService:
             registry = open_registry(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
             index = open_block_index(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
             queue = open_prefill_queue(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
+            roles = open_roles(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
+            demand = open_demand(settings.store, settings.namespace, timeout_s=STORE_TIMEOUT_S)
         self._registry = registry
+        self._roles = roles
+        self._demand = demand
+        self._planner_settings = planner
+        self.planner: PlannerService | None = None
+        """The one in this process, once started."""
+        self._meter = DemandMeter()
         self._index = index if settings.index else None
         self._queue = queue if settings.prefill_dispatch == Way.QUEUE else None
         try:
@@ -151,9 +170,10 @@ class RouterService:
         self._prompts = PromptReader(self._tokenizers, self.metrics, index=self.watch, check=check)
         placer = Placer(settings, self.metrics, index=self.watch, announcements=self._announcements, clock=self._clock)
         calls = CallReader(settings, self.directory, self._prompts)
-        relay = Relay(settings, self.metrics)
         legs = self._legs
         budget = RetryBudget(settings.retry_ratio, settings.retry_floor, self._clock)
+        continuation = Continuation(settings, self.directory, upstream, self._prompts, budget, self.metrics)
+        relay = Relay(settings, self.metrics, continuation.may_leave)
         give_ups = self._give_ups = GiveUps(upstream, self.metrics, worker_key=settings.worker_api_key)
         decode = DecodeLeg(settings, self.directory, upstream, placer, relay, legs, budget, give_ups, self.metrics)
         releases = self._releases = Releases(upstream, self.metrics, worker_key=settings.worker_api_key)
@@ -163,7 +183,6 @@ class RouterService:
             queues = self.queues = QueueWatch(self._queue, self.directory, releases, legs, self._id, self._clock)
             dispatch = QueuedPrefill(settings, self.directory, placer, queues, dispatch, dispatched)
             self.metrics.registry.register(QueueCollector(lambda: queues.pools))
-        continuation = Continuation(settings, self.directory, upstream, self._prompts, budget, self.metrics)
         proxy = Proxy(
             settings,
             releases,
@@ -175,6 +194,7 @@ class RouterService:
             decode,
             continuation,
             self.metrics,
+            self._meter,
         )
         readiness = Readiness(
             self.directory,
@@ -194,6 +214,7 @@ class RouterService:
             self._drain,
             self.metrics,
             self._clock,
+            RolesEndpoint(settings, self.directory, self._registry, self._roles),
         )
         server = AiohttpServer(
             endpoints,
@@ -217,6 +238,12 @@ class RouterService:
             publisher = InflightPublisher(self._registry, self.directory, self._id, self._clock)
             self._watchers.append(asyncio.create_task(store.run()))
             self._watchers.append(asyncio.create_task(repeat(publisher.refresh, INFLIGHT_INTERVAL_S)))
+        if self._demand is not None:
+            told = DemandPublisher(self._demand, self.directory, self._meter, self._id)
+            self._watchers.append(asyncio.create_task(repeat(told.refresh, DEMAND_INTERVAL_S)))
+        if self._planner_settings is not None:
+            self.planner = PlannerService(self._planner_settings, registry=self.metrics.registry)
+            self.planner.start()
         if self.queues is not None:
             interval = min(self._refresh_s, QUEUE_INTERVAL_S)
             self._watchers.append(asyncio.create_task(repeat(self.queues.refresh, interval)))
@@ -251,6 +278,9 @@ class RouterService:
                     queue.jobs.lose()
                 await self._drain.finish(CUT_S)
             await server.stop()
+        planner, self.planner = self.planner, None
+        if planner is not None:
+            await planner.stop()
         watchers, self._watchers = self._watchers, []
         await end_tasks(watchers)
         for background in (self.watch, self.queues, self._give_ups, self._releases):
@@ -262,8 +292,9 @@ class RouterService:
         upstream, self._upstream = self._upstream, None
         if upstream is not None:
             await upstream.close()
-        stores = [store for store in (self._registry, self._index, self._queue) if store is not None]
-        self._registry = self._index = self._queue = None
+        opened = (self._registry, self._index, self._queue, self._roles, self._demand)
+        stores = [store for store in opened if store is not None]
+        self._registry = self._index = self._queue = self._roles = self._demand = None
         for store in stores:
             try:
                 async with asyncio.timeout(CLOSE_DEADLINE_S):

@@ -185,6 +185,29 @@ class RouterSettings:
         default="",
         secret=True,
     )
+    role_moves: str = setting(
+        help="whether POST /v1/roles may change workers' roles: on, off, or auto (where an API key is set, or only "
+        "this host reaches the router)",
+        env="VLLM_PD_ROUTER_ROLE_MOVES",
+        flag="--role-moves",
+        parse=layered.choice("auto", "on", "off"),
+        default="auto",
+    )
+    planner: bool = setting(
+        help="run a planner in this router, which decides who prefills and who decodes; of several routers and "
+        "planners of a cluster one decides. Its settings: VLLM_PD_PLANNER_... and --planner-config",
+        env="VLLM_PD_ROUTER_PLANNER",
+        flag="--planner",
+        parse=layered.boolean,
+        default=False,
+    )
+    planner_config: str = setting(
+        help="YAML file with settings of that planner (see vllm-pd planner run --help), or a section planner",
+        env="VLLM_PD_ROUTER_PLANNER_CONFIG",
+        flag="--planner-config",
+        parse=setting_parsers.existing_path,
+        default="",
+    )
     worker_ca: str = setting(
         help="PEM file with the authority that signed the certificates of https workers",
         env="VLLM_PD_ROUTER_WORKER_CA",
@@ -316,6 +339,12 @@ class RouterSettings:
         return replace(rule, max_wait=self.queue_timeout)
 
     @property
+    def allows_role_moves(self) -> bool:
+        """Whether `POST /v1/roles` is obeyed."""
+        local = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return self.role_moves == "on" or (self.role_moves == "auto" and (bool(self.api_key) or local))
+
+    @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * MIB)
 
@@ -339,6 +368,10 @@ def load(
             "The router has no way to find workers; give --store redis://host:6379 (or VLLM_PD_STORE), "
             "or name them with --worker URL=role."
         )
+    if settings.planner and not settings.store:
+        raise SettingsError("--planner needs the store where the workers register; give --store, or run without it.")
+    if settings.planner_config and not settings.planner:
+        raise SettingsError("--planner-config is for the planner of this router; give --planner too, or drop it.")
     policies.policy(settings.policy, settings.weights)
     if settings.split_rule.name is Disagg.NEVER and settings.require_prefill:
         raise SettingsError("--disagg never and --require-prefill contradict each other; keep one.")

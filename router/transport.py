@@ -67,6 +67,10 @@ class SourceDown(StreamLost):
     """The worker that holds the KV which the leg reads was found to give no sign of life."""
 
 
+class HandedOver(StreamLost):
+    """The worker is to do something else, and another one goes on with the stream."""
+
+
 class RouterStopping(StreamLost):
     """This router is being stopped and the grace time is over."""
 

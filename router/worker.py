@@ -36,6 +36,7 @@ class Worker:
         "breaker",
         "decodes",
         "engines",
+        "hands_off",
         "hands_over",
         "id",
         "kv_usage",
@@ -66,9 +67,12 @@ class Worker:
         self._reported_at: tuple[int, ...] = ()
         self._others = (0, 0)
         self._start_engines()
-        self.decodes = self.role.decodes
+        self.decodes = False
+        """Whether it gets requests to decode; one that leaves that, on its way to another role, does not."""
         self.hands_over = False
-        """Whether it may prefill for other workers."""
+        """Whether it may prefill for other workers; not while it is on its way to another role."""
+        self.hands_off = False
+        """Whether others are to go on with the streams that it has begun, where that is exact."""
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0
@@ -99,8 +103,7 @@ class Worker:
                 self._start_engines()
             for engine in self.engines:
                 engine.pool, engine.role = self.pool, self.role
-        self.decodes = self.role.decodes
-        self.hands_over = self.role.prefills and self.record.can_transfer
+        self._take_role(state.record)
         self.lease_span = state.lease_left_ms / 1000
         self._lease_end = now + self.lease_span
         reported_at = tuple(load.at_ms for load in state.loads.values())
@@ -120,6 +123,19 @@ class Worker:
             share = len(self.engines)
             for engine in self.engines:
                 engine.report_others(total[0] // share, -(-total[1] // share), now)
+
+    def _take_role(self, record: WorkerRecord) -> None:
+        role, to = record.role, record.moving_to
+        leaves_decode = to is not None and role.decodes and not to.decodes
+        leaves_prefill = to is not None and role.prefills and not to.prefills
+        self.decodes = role.decodes and not leaves_decode
+        self.hands_over = self.can_hand_over and not leaves_decode and not leaves_prefill
+        self.hands_off = leaves_decode and record.move is not None and record.move.hand_over
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether it prefills for other workers, be it as a last resort."""
+        return self.role.prefills and self.record.can_transfer
 
     def _start_engines(self) -> None:
         """Requests in progress end on the engines of the process that they were sent to."""
