@@ -116,7 +116,7 @@ class RouterService:
         self._planner_settings = planner
         self.planner: PlannerService | None = None
         """The one in this process, once started."""
-        self._meter = DemandMeter()
+        self.meter = DemandMeter()
         self._index = index if settings.index else None
         self._queue = queue if settings.prefill_dispatch == Way.QUEUE else None
         try:
@@ -194,7 +194,7 @@ class RouterService:
             decode,
             continuation,
             self.metrics,
-            self._meter,
+            self.meter,
         )
         readiness = Readiness(
             self.directory,
@@ -239,7 +239,7 @@ class RouterService:
             self._watchers.append(asyncio.create_task(store.run()))
             self._watchers.append(asyncio.create_task(repeat(publisher.refresh, INFLIGHT_INTERVAL_S)))
         if self._demand is not None:
-            told = DemandPublisher(self._demand, self.directory, self._meter, self._id)
+            told = DemandPublisher(self._demand, self.directory, self.meter, self._id)
             self._watchers.append(asyncio.create_task(repeat(told.refresh, DEMAND_INTERVAL_S)))
         if self._planner_settings is not None:
             self.planner = PlannerService(self._planner_settings, registry=self.metrics.registry)

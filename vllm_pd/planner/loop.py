@@ -23,12 +23,14 @@ from vllm_pd.planner.metrics import Did, PlannerMetrics, PoolStatus
 from vllm_pd.planner.model import Action, GiveUp, MoveAction, Plan, PoolView, RemoveAction
 from vllm_pd.planner.observe import Observer
 from vllm_pd.planner.outcome import remember_outcome, without
-from vllm_pd.planner.plan import step as decide
+from vllm_pd.planner.plan import step
 from vllm_pd.state.base import PoolId, Role, WorkerState
 from vllm_pd.state.planner_board import PlannerBoard
 
 _SHORT_S = 3.0
 """An outage of the store in which no worker's lease can have ended. One that lost what it held is known otherwise."""
+
+Decide = Callable[[PoolView, Memory, PlannerConfig], tuple[Plan, Memory]]
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class PlannerLoop:
             not trusted: they register again one by one.
         dry_run: decide, and begin nothing.
         clock: seconds; see `leader.steady_s`.
+        decide: what makes the plans.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class PlannerLoop:
         settle_s: float,
         dry_run: bool = False,
         clock: Callable[[], float] = steady_s,
+        decide: Decide = step,
     ) -> None:
         self._config = config
         self._observer = observer
@@ -79,6 +83,7 @@ class PlannerLoop:
         self._settle_s = settle_s
         self._dry_run = dry_run
         self._clock = clock
+        self._decide_by = decide
         self._planned: dict[PoolId, _Planned] = {}
         self._away_s: float | None = None
         """Since when the store does not answer."""
@@ -189,7 +194,7 @@ class PlannerLoop:
         if waits:
             return Plan(view.at_s, verdict=f"Nothing is changed: {waits}."), memory
         # It may take a while, and requests may be served in this loop.
-        plan, after = await asyncio.to_thread(decide, view, memory, self._config)
+        plan, after = await asyncio.to_thread(self._decide_by, view, memory, self._config)
         return plan, without(memory, after) if self._dry_run else after
 
     def _settling(self, pool: PoolId) -> str:
