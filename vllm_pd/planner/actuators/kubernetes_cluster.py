@@ -1,0 +1,54 @@
+"""What the Kubernetes actuator asks of a cluster, and what can go wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_pd.errors import PDError
+from vllm_pd.planner.actuators.kubernetes_model import Pod, Seen, Workload
+
+
+class Refused(PDError):
+    """The API server refused, nothing was changed; the message is a sentence that says what to do."""
+
+
+class Conflict(PDError):
+    """What was to be changed had changed meanwhile; nothing was."""
+
+
+class Unanswered(PDError):
+    """No answer came: whether anything was changed is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many replicas a workload is to have, and the version of it in which that stands."""
+
+    replicas: int
+    version: str
+
+
+class Cluster(Protocol):
+    """One namespace of a cluster. Every method raises `Refused` or `Unanswered`, and has a deadline of its own."""
+
+    async def look(self) -> Seen:
+        """The workloads and their pods."""
+
+    async def scale(self, workload: Workload) -> Scale:
+        """As it is now."""
+
+    async def set_scale(self, workload: Workload, replicas: int, version: str) -> None:
+        """Change it if `version` is still the newest. Raises Conflict when it is not."""
+
+    async def mark(
+        self, pod: Pod, *, labels: Mapping[str, str | None], annotations: Mapping[str, str | None] | None = None
+    ) -> None:
+        """Set labels and annotations of exactly this pod; None removes one.
+
+        Raises Conflict when there is another of its name, and Refused when there is none.
+        """
+
+    async def close(self) -> None:
+        """Release connections. Idempotent."""
