@@ -123,7 +123,7 @@ class Member:
                 continue
         await self.loop.round()
 
-    def metric(self, name: str, **labels: str) -> float | None:
+    def metric(self, name: str, /, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"{PREFIX}_{name}", labels)
 
     async def newest(self, pool: PoolId = POOL.id) -> Step:
