@@ -2,8 +2,9 @@
 
     python -m scripts.demo [--keep]
 
-Everything is a process of its own and ends with the demo, also on Ctrl-C at any moment. What each side computed
-and what moved between them is read from the workers' own metrics.
+It is a graph like those in `configs/`, made in Python: `vllm-pd status` and `logs` work for it too. Everything is a
+process of its own and ends with the demo, also on Ctrl-C at any moment. What each side computed and what moved between
+them is read from the workers' own metrics.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.chat import Answer, ChatError, stream_chat
-from scripts.models import ROOT, ModelError, smollm2_dir
-from vllm_pd.errors import PDError
-from vllm_pd.graph import machine
-from vllm_pd.graph.local import LocalCluster
+from scripts.models import ModelError, smollm2_dir
+from vllm_pd.errors import GraphError, PDError
+from vllm_pd.graph import control, launcher, machine, metrics_text
+from vllm_pd.graph.check import check
+from vllm_pd.graph.control import Stop
+from vllm_pd.graph.launcher import Cluster
+from vllm_pd.graph.machine import Machine
 from vllm_pd.graph.metrics_text import Metrics
+from vllm_pd.graph.model import Decode, Frontend, Graph, Prefill, RestartRule, Router
+from vllm_pd.graph.status import GraphStatus, Phase
+from vllm_pd.graph.watcher import Watcher
 from vllm_pd.interrupts import Interrupted, Interrupts
 from vllm_pd.status_line import StatusLine
 
 MODEL_NAME = "smollm2"
 MAX_TOKENS = 80
-# A GPU compiles kernels at its first start.
-START_DEADLINE_S = 900.0
 SETTLE_S = 5.0
 PASSAGE = Path(__file__).with_name("demo_passage.txt")
 
@@ -77,7 +82,7 @@ class Work:
 class Demo:
     """One run: a cluster that is up, and the questions put to it."""
 
-    def __init__(self, cluster: LocalCluster, interrupts: Interrupts) -> None:
+    def __init__(self, cluster: GraphStatus, interrupts: Interrupts) -> None:
         self._cluster = cluster
         self._interrupts = interrupts
 
@@ -87,9 +92,9 @@ class Demo:
         print(f"\n{title}\n  Question: {question}\n  Answer:   ", end="", flush=True)
         content = f"{context}\n\nQuestion: {question}" if context else question
         with self._interrupts.anywhere():
-            answer = stream_chat(self._cluster.router_url, MODEL_NAME, content, MAX_TOKENS, _print_piece)
+            answer = stream_chat(self._cluster.url, MODEL_NAME, content, MAX_TOKENS, _print_piece)
         if not answer.text.strip():
-            raise DemoError(f"The router sent an empty answer; the logs are in {self._cluster.log_dir}.")
+            raise DemoError(f"The router sent an empty answer; the logs are in {self._cluster.logs}.")
         cut = " ..." if answer.finish_reason == "length" else ""
         print(
             f"{cut}\n  ({answer.prompt_tokens} prompt tokens, first word after {answer.first_s:.2f} s, "
@@ -98,7 +103,8 @@ class Demo:
         self._show_work(before, answer)
 
     def _work(self) -> dict[str, Work]:
-        return {worker.name: Work.of(worker.metrics()) for worker in self._cluster.workers}
+        workers = [i for i in self._cluster.instances if i.component in ("prefill", "decode")]
+        return {worker.name: Work.of(metrics_text.scrape(worker.url)) for worker in workers}
 
     def _show_work(self, before: dict[str, Work], answer: Answer) -> None:
         deadline = time.monotonic() + SETTLE_S
@@ -114,92 +120,102 @@ class Demo:
             moved = f"{done.nixl_bytes / 1e6:.2f} MB" if done.nixl_bytes else "-"
             print(f"  {name:<14}{done.computed:>10}{done.cached:>12}{done.received:>10}   {moved}")
         if not any(done.nixl_bytes for done in work.values()):
-            raise DemoError(f"No KV moved over NIXL for this question; the logs are in {self._cluster.log_dir}.")
+            raise DemoError(f"No KV moved over NIXL for this question; the logs are in {self._cluster.logs}.")
 
 
 def _print_piece(piece: str) -> None:
     print(piece.replace("\n", "\n            "), end="", flush=True)
 
 
-def start(cluster: LocalCluster, interrupts: Interrupts) -> None:
-    """Bring everything up, with progress."""
-    status = StatusLine("Store, prefill worker, decode worker, router")
+def demo_graph(model: str, here: Machine) -> Graph:
+    """One worker that prefills, one that decodes, a router that always has prompts prefilled, a store."""
+    # A GPU that is alone is shared.
+    gpus = 0.5 if len(here.gpus) == 1 else 1
+    served = ("--served-model-name", MODEL_NAME, "--max-model-len", "2048")
+    return check(
+        Frontend(port=0)
+        # One question at a time is soonest answered by one worker; the demo is to show two.
+        .link(Router(settings={"disagg": "always"}))
+        .link(Decode(1, args=served, gpus=gpus))
+        .link(Prefill(1, args=served, gpus=gpus))
+        # Whoever tries something out wants to see at once what is wrong.
+        .graph("demo", model=model, restart=RestartRule(tries=0))
+    )
 
-    def progress(waited: float, names: Sequence[str]) -> None:
+
+def start(cluster: Cluster, interrupts: Interrupts) -> GraphStatus:
+    """Wait until everything is up, with progress. Raises DemoError when something is not."""
+    watcher = Watcher("Store, prefill worker, decode worker, router")
+
+    def watch(status: GraphStatus) -> None:
         if interrupts.count:
-            status.done("not finished, stopping; Ctrl-C again kills")
+            watcher.done("not finished, stopping; Ctrl-C again kills")
         interrupts.check()
-        status.show(f"waiting for {', '.join(names)}" if names else "workers are up")
+        watcher(status)
+        # The others need not be waited for.
+        if any(i.phase is Phase.GIVEN_UP for i in status.instances):
+            raise DemoError("\n".join(launcher.failures(status)))
 
-    cluster.start(progress=progress, deadline_s=START_DEADLINE_S, hurry=lambda: interrupts.count > 1)
-    status.done("up")
-    for worker in cluster.workers:
-        print(f"    {worker.name:<10} {worker.url}  process {worker.process.pid}")
-    print(f"    {'router':<10} {cluster.router_url}  process {cluster.router.pid if cluster.router else 0}")
-    print(f"    {'store':<10} {cluster.store_url}  process {cluster.store.pid if cluster.store else 0}")
+    status = launcher.wait_until_up(cluster.folder, watch=watch)
+    watcher.done("up")
+    for i in status.instances:
+        print(f"    {i.name:<11} {i.url}  process {i.pid}")
+    return status
 
 
-def keep(cluster: LocalCluster, interrupts: Interrupts) -> None:
-    """Stay until Ctrl-C. Raises DemoError when a process dies meanwhile."""
+def keep(cluster: Cluster, status: GraphStatus, interrupts: Interrupts) -> None:
+    """Stay until Ctrl-C, or until the graph is ended from elsewhere."""
     body = json.dumps({"model": MODEL_NAME, "stream": True, "messages": [{"role": "user", "content": "Who are you?"}]})
     print("\nEverything keeps running until Ctrl-C. Try:\n")
-    print(
-        f"  curl -N {cluster.router_url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
-    )
-    processes = [worker.process for worker in cluster.workers] + ([cluster.router] if cluster.router else [])
-    while not interrupts.count:
-        for process in processes:
-            if not process.is_running:
-                raise DemoError(f"{process.spec.name} ended by itself; its log is {process.spec.log}.")
+    print(f"  curl -N {status.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
+    print("  vllm-pd status; vllm-pd logs -f; vllm-pd scale decode=2\n")
+    watcher = Watcher("")
+    watcher.skip(status)
+    while not interrupts.count and cluster.supervisor.poll() is None:
+        with contextlib.suppress(GraphError):
+            watcher.news(cluster.status())
         time.sleep(0.2)
 
 
 def run(interrupts: Interrupts, *, keep_running: bool) -> None:
     """The whole demo. Raises DemoError, PDError, ModelError, ChatError or Interrupted, with everything ended."""
     here = machine.detect()
-    what = f"{len(here.gpus)} GPU(s)" if here.has_gpu else f"{len(here.cores)} CPU cores, no GPU"
-    log_dir = ROOT / "logs" / time.strftime("demo-%Y%m%d-%H%M%S")
-    print(f"vllm-pd on this machine ({what}); logs are in {log_dir}")
+    print(f"vllm-pd on this machine ({here})")
 
-    status = StatusLine("Model SmolLM2-135M-Instruct")
+    status_line = StatusLine("Model SmolLM2-135M-Instruct")
     with interrupts.anywhere():
         model = smollm2_dir()
-    status.done("ready")
+    status_line.done("ready")
 
-    cluster = LocalCluster(
-        model=model,
-        prefill=1,
-        decode=1,
-        worker_args=["--served-model-name", MODEL_NAME],
-        # One question at a time is soonest answered by one worker; the demo is to show two.
-        router_args=["--disagg", "always"],
-        log_dir=log_dir,
-        on=here,
-    )
+    cluster = launcher.start(demo_graph(str(model), here))
+    print(f"  The logs are in {cluster.folder.logs}")
     with contextlib.ExitStack() as ended:
-        ended.callback(cluster.stop)
-        # The first to run; the one above is for the case that the terminal is gone and printing fails.
+        ended.callback(cluster.leave_alone)
         ended.callback(stop, cluster, interrupts)
-        start(cluster, interrupts)
-        demo = Demo(cluster, interrupts)
+        status = start(cluster, interrupts)
+        demo = Demo(status, interrupts)
         demo.ask("1. A question", "Why is the sky blue? Explain it in two sentences.")
         passage = PASSAGE.read_text(encoding="utf-8").strip()
         demo.ask("2. A question about a text", "Who was the builder of the lighthouse?", context=passage)
         demo.ask("3. Another one about the same text", "Where is the book of Samuel today?", context=passage)
         if keep_running:
-            keep(cluster, interrupts)
+            keep(cluster, status, interrupts)
 
 
-def stop(cluster: LocalCluster, interrupts: Interrupts) -> None:
+def stop(cluster: Cluster, interrupts: Interrupts) -> None:
     """End everything; a Ctrl-C after the one that led here makes it quick."""
     expected = max(interrupts.count, 1)
+
+    def watch(status: GraphStatus) -> None:
+        if interrupts.count > expected:
+            with contextlib.suppress(GraphError):
+                control.ask(cluster.folder, Stop(now=True))
+
     print()
-    status = StatusLine("Ending router, workers and store")
-    cluster.stop(hurry=lambda: interrupts.count > expected)
-    # Looked at again, because what killed workers leave in shared memory is removed by `stop`.
-    left = cluster.leftovers()
-    status.done("nothing left behind" if not left else f"left behind: {left}")
-    print(f"  The logs are in {cluster.log_dir}")
+    status_line = StatusLine("Ending router, workers and store")
+    left = launcher.stop(cluster.folder, watch=watch)
+    status_line.done(f"left behind: {left}" if left else "nothing left behind")
+    print(f"  The logs are in {cluster.folder.logs}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -91,7 +91,7 @@ class Launch:
 
 
 def order(graph: Graph) -> list[list[Component]]:
-    """The components that are processes, in waves: all that one is linked to are in earlier waves, the store first."""
+    """The components that are processes, in waves: all that one needs are in earlier waves."""
     pending = [c for c in graph.components if not isinstance(c, Router) and not (isinstance(c, Store) and c.url)]
     waves: list[list[Component]] = []
     done: set[str] = set()
@@ -104,8 +104,12 @@ def order(graph: Graph) -> list[list[Component]]:
 
 
 def needs(graph: Graph, component: Component) -> frozenset[str]:
-    """Names of the components that must be there before this one: what it is linked to, and the store."""
-    targets = list(graph.targets(component.label))
+    """Names of the components that must be there before this one: what it is linked to, and the store.
+
+    Workers do not wait for each other: a decode worker whose prefill workers are not there yet computes prompts itself,
+    and models that are loaded one after the other would take twice as long.
+    """
+    targets = [] if isinstance(component, Workers) else list(graph.targets(component.label))
     if isinstance(component, Frontend) and graph.router is not None:
         targets += graph.targets(graph.router.label)
     store = graph.store

@@ -40,7 +40,7 @@ def whole(**kinds: object) -> Graph:
 
 def test_what_is_needed_is_started_first() -> None:
     waves = [[c.label for c in wave] for wave in processes.order(whole())]
-    assert waves == [["store"], ["prefill"], ["decode"], ["frontend", "planner"]]
+    assert waves == [["store"], ["decode", "prefill"], ["frontend", "planner"]]
 
 
 def test_a_store_of_ones_own_is_not_started() -> None:

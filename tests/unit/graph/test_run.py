@@ -1,0 +1,242 @@
+"""A graph as its user meets it: commands in processes of their own, and supervisors that are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.graph.programs import write_programs
+from vllm_pd.cli import main
+from vllm_pd.errors import GraphError
+from vllm_pd.graph import control, launcher, remains, runs
+from vllm_pd.graph.launcher import Cluster
+from vllm_pd.graph.model import Decode, Frontend, Graph, Prefill, RestartRule, Router, Worker
+from vllm_pd.graph.ports import is_listening
+from vllm_pd.graph.runs import Record, RunFolder
+from vllm_pd.graph.status import GraphState, GraphStatus
+
+WAIT_S = 200.0
+RULE = RestartRule(tries=1, first_delay_s=0.01)
+
+
+@pytest.fixture(autouse=True)
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VLLM_PD_RUN_DIR", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    return write_programs(tmp_path / "programs")
+
+
+def small(name: str = "g", *, args: tuple[str, ...] = ()) -> Graph:
+    chain = Frontend(port=0).link(Router()).link(Decode(1, args=args)).link(Prefill(1))
+    return chain.graph(name, model="m", restart=RULE)
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def started(graph: Graph, programs: Path, *, stays: bool = False) -> Iterator[tuple[Cluster, GraphStatus]]:
+    """A graph that is up; whatever becomes of it, nothing of it is left afterwards."""
+    cluster = launcher.start(graph, stays=stays, programs=programs)
+    record: Record | None = None
+    try:
+        status = launcher.wait_until_up(cluster.folder)
+        record = runs.read_record(cluster.folder)
+        yield cluster, status
+    finally:
+        with contextlib.suppress(GraphError):
+            control.ask(cluster.folder, control.Stop(now=True))
+        cluster.leave_alone()
+        cluster.supervisor.wait(WAIT_S)
+        until(lambda: not cluster.folder.is_locked(), "the guard ends")
+        if record is not None:
+            assert not remains.living(record)
+
+
+def ports(status: GraphStatus) -> list[int]:
+    return [int(i.url.rpartition(":")[2]) for i in status.instances]
+
+
+def test_a_graph_is_up_while_the_block_runs_and_gone_afterwards(programs: Path) -> None:
+    with launcher.running(small(), programs=programs) as cluster:
+        status = cluster.status()
+        assert status.state is GraphState.UP
+        assert all(is_listening(port) for port in ports(status))
+        socket_file = cluster.folder.path / "control.sock"
+        assert stat.S_IMODE(socket_file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(cluster.folder.path.stat().st_mode) == 0o700
+        with pytest.raises(GraphError, match="The graph g is up already"):
+            launcher.start(small(), programs=programs)
+        assert cluster.status().state is GraphState.UP
+    assert not any(is_listening(port) for port in ports(status))
+    assert not cluster.folder.is_locked()
+    assert sorted(p.name for p in cluster.folder.path.iterdir()) == ["lock", "logs", "store"]
+
+
+def test_what_does_not_come_up_is_said_with_the_end_of_its_log(programs: Path) -> None:
+    message = r"decode-0 ended with status 1 \(ValueError: this model does not fit\); its log is .*decode-0\.log"
+    with pytest.raises(GraphError, match=message), launcher.running(small(args=("--crash",)), programs=programs):
+        pass
+
+
+def test_everything_ends_when_the_supervisor_is_killed(programs: Path) -> None:
+    with started(small(args=("--child", "--deaf")), programs) as (cluster, status):
+        os.kill(status.pid, signal.SIGKILL)
+        # Nobody else may start it before what is left has ended.
+        until(lambda: not cluster.folder.is_locked(), "the guard ends what the supervisor left")
+        assert not any(is_listening(port) for port in ports(status))
+        with pytest.raises(GraphError, match="The graph g is not up"):
+            cluster.status()
+
+
+def test_a_later_start_ends_what_a_killed_supervisor_and_its_killed_guard_left(programs: Path) -> None:
+    with started(small(args=("--child",)), programs) as (cluster, status):
+        record = runs.read_record(cluster.folder)
+        assert record is not None
+        children = Path(f"/proc/{status.pid}/task/{status.pid}/children").read_text().split()
+        guards = [c for c in children if "vllm_pd.graph.guard" in Path(f"/proc/{c}/cmdline").read_text()]
+        assert len(guards) == 1
+        # The guard first: the supervisor would else start another one, and does so only now and then.
+        os.kill(status.pid, signal.SIGSTOP)
+        os.kill(int(guards[0]), signal.SIGKILL)
+        os.kill(status.pid, signal.SIGKILL)
+        cluster.supervisor.wait(WAIT_S)
+        until(lambda: not cluster.folder.is_locked(), "both are gone")
+        assert remains.living(record)
+        assert main(["status"]) == 1
+        with started(small(), programs) as (_, after):
+            assert not remains.living(record)
+            assert after.state is GraphState.UP
+
+
+def test_down_cleans_up_after_a_supervisor_and_a_guard_that_were_killed(
+    programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with started(small(), programs) as (cluster, status):
+        record = runs.read_record(cluster.folder)
+        assert record is not None
+        children = Path(f"/proc/{status.pid}/task/{status.pid}/children").read_text().split()
+        os.kill(status.pid, signal.SIGSTOP)
+        for child in children:
+            if "vllm_pd.graph.guard" in Path(f"/proc/{child}/cmdline").read_text():
+                os.kill(int(child), signal.SIGKILL)
+        os.kill(status.pid, signal.SIGKILL)
+        cluster.supervisor.wait(WAIT_S)
+        until(lambda: not cluster.folder.is_locked(), "both are gone")
+        assert main(["down", "g"]) == 0
+        assert "what its killed supervisor left was ended" in capsys.readouterr().out
+        assert not remains.living(record)
+        assert main(["down", "g"]) == 1
+
+
+def test_a_graph_ends_with_whoever_started_it(programs: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from vllm_pd.graph import launcher\n"
+        "from vllm_pd.graph.model import Frontend, Worker\n"
+        "cluster = launcher.start(Frontend(port=0).link(Worker()).graph('g', model='m'), programs=Path(sys.argv[1]))\n"
+        "print('started', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(programs)], stdout=subprocess.PIPE) as starter:
+        try:
+            assert starter.stdout is not None
+            assert starter.stdout.readline() == b"started\n"
+            folder = runs.folder_of("g", os.environ)
+            status = launcher.wait_until_up(folder)
+        finally:
+            starter.kill()
+    until(lambda: not folder.is_locked(), "it ends")
+    assert not any(is_listening(port) for port in ports(status))
+    # In order, not by the guard.
+    assert "ended; left behind: nothing" in folder.log("supervisor").read_text()
+
+
+def test_the_commands_show_scale_and_end_a_graph_that_stays(
+    programs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # What a user has of it: the file, and programs beside the Python that runs.
+    with started(small("mine"), programs, stays=True) as (cluster, _):
+        cluster.leave_alone()
+        assert main(["status", "--json"]) == 0
+        (shown,) = json.loads(capfd.readouterr().out)
+        assert (shown["graph"], shown["state"]) == ("mine", "up")
+        assert main(["status", "mine"]) == 0
+        text = capfd.readouterr().out
+        assert text.startswith("mine: up, for ")
+        assert "decode-0    ready" in text
+        assert main(["scale", "decode=2", "--wait"]) == 0
+        assert "decode: 1 -> 2, 1 on the way." in capfd.readouterr().out
+        assert main(["scale", "decod=2"]) == 1
+        assert "did you mean 'decode'?" in capfd.readouterr().err
+        assert main(["restart", "prefill"]) == 0
+        assert main(["logs", "decode", "-n", "1"]) == 0
+        assert capfd.readouterr().out.splitlines()[-2:] == ["decode-0 | vllm begins", "decode-1 | vllm begins"]
+        assert main(["logs", "nobody"]) == 1
+        file = tmp_path / "mine.yaml"
+        file.write_text("graph: mine\nmodel: m\ncomponents: {worker: {}}")
+        assert main(["down", str(file)]) == 0
+        assert "nothing left behind" in capfd.readouterr().out
+        # Logs outlive the graph.
+        assert main(["logs", "decode-0", "-n", "1"]) == 0
+        assert capfd.readouterr().out == "vllm begins\n"
+        assert main(["status"]) == 1
+
+
+def test_commands_about_no_graph_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["down"], ["scale", "decode=1"], ["logs"], ["restart", "x"], ["status", "g"]):
+        assert main(command) == 1
+        assert "up" in capsys.readouterr().err
+
+
+def test_a_check_starts_nothing_and_shows_what_would_be(
+    tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "g.yaml"
+    file.write_text(
+        "graph: g\nmodel: m\ncomponents:\n"
+        "  frontend: {links: [router]}\n  router: {links: [worker]}\n  worker: {}\n"
+        "  store: {url: 'redis://:${PASSWORD}@10.0.0.2:6379'}\n"
+    )
+    monkeypatch.setenv("PASSWORD", "hunter2")
+    assert main(["up", str(file), "--check", "--set", "worker.count=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "worker-1" in shown
+    assert "hunter2" not in shown
+    assert main(["up", str(file), "--check", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [p["process"] for p in plan["processes"]] == ["worker-0", "frontend-0"]
+    assert not run_dir.exists()
+    assert main(["up", str(file), "--check", "--set", "worker.cuont=2"]) == 2
+    assert "did you mean 'count'?" in capsys.readouterr().err
+
+
+def test_a_folder_that_others_may_enter_is_made_private(tmp_path: Path) -> None:
+    (tmp_path / "g").mkdir(mode=0o755)
+    folder = RunFolder(tmp_path / "g").make()
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+
+def test_a_worker_alone_needs_no_store(programs: Path) -> None:
+    graph = Frontend(port=0).link(Worker()).graph("g", model="m", restart=RULE)
+    with launcher.running(graph, programs=programs) as cluster:
+        assert cluster.status().store == ""
