@@ -1,0 +1,70 @@
+"""Every alert can be read, fires at its fault and only then, and has a section in the operator's handbook."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.prometheus import Programs
+from tests.unit.deploy.alert_cases import BEGIN, CASES, END, HEALTHY
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "deploy" / "prometheus"
+
+
+@pytest.fixture(scope="module")
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def run(programs: Programs, *arguments: str) -> None:
+    done = subprocess.run(
+        [str(programs.promtool), *arguments], capture_output=True, text=True, timeout=200, check=False, cwd=FOLDER
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_takes_configuration_and_rules(programs: Programs) -> None:
+    run(programs, "check", "config", "prometheus.yml")
+
+
+def scene(series: dict[str, str], firing: dict[int, str]) -> dict[str, Any]:
+    """Only the named alert fires in each of these minutes; none where the name is empty."""
+    checks = []
+    for at, name in firing.items():
+        sample = {"labels": f'{{alertname="{name}"}}', "value": 1} if name else {"labels": "{}", "value": 0}
+        query = 'group by (alertname) (ALERTS{alertstate="firing"})'
+        checks.append(
+            {"expr": f"{query} or (vector(0) unless on () {query})", "eval_time": f"{at}m", "exp_samples": [sample]}
+        )
+    inputs = [{"series": each, "values": values} for each, values in (HEALTHY | series).items()]
+    return {"interval": "1m", "input_series": inputs, "promql_expr_test": checks}
+
+
+def test_every_alert_fires_at_its_fault_and_no_other_and_none_in_a_healthy_cluster(
+    alerts: list[dict[str, Any]], programs: Programs, tmp_path: Path
+) -> None:
+    assert set(CASES) == {rule["alert"] for rule in alerts}
+    scenes = [scene({}, {1: "", END: ""})]
+    scenes += [scene(case.series, {BEGIN - 1: "", BEGIN + case.minutes: name}) for name, case in CASES.items()]
+    file = tmp_path / "scenes.yml"
+    rules = {"rule_files": [str(FOLDER / "alerts.yml")], "evaluation_interval": "1m", "tests": scenes}
+    file.write_text(yaml.safe_dump(rules))
+    run(programs, "test", "rules", str(file))
+
+
+def test_every_alert_says_what_happened_and_where_to_read_on(alerts: list[dict[str, Any]]) -> None:
+    handbook = (ROOT / "docs" / "operations.md").read_text()
+    headings = set(re.findall(r"^#{2,4} (VllmPd\w+)$", handbook, re.MULTILINE))
+    assert headings == {rule["alert"] for rule in alerts}
+    for rule in alerts:
+        notes = rule["annotations"]
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert notes["summary"] and notes["description"].endswith(".")
+        assert notes["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"
