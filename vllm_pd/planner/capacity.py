@@ -17,6 +17,9 @@ _FULL = 0.9
 """Fraction of KV blocks in use that is planned with: what running answers still need is in the rest."""
 _REACHABLE = 1.5
 """A target that not even an idle worker meets is planned with as so many times what an idle worker takes."""
+_WORKED_OFF_S, _MOST_BACKLOG = 60.0, 0.5
+"""In what time that which waits already is to be worked off, and the part of what keeps arriving that is planned for it
+at most: where all are overloaded, what waits says only where it waits."""
 _IRREGULAR = 2.0
 """Mean square of prompt lengths over the square of their mean: they are irregular, as of an exponential law."""
 
@@ -77,7 +80,7 @@ class Side:
 
 
 def prefill_side(demand: Demand, speed: Speed, config: PlannerConfig, most: int, backlog_tokens: float = 0.0) -> Side:
-    """For prefill workers; `backlog_tokens` wait already, and are to be worked off in the time of a cooldown."""
+    """For prefill workers; `backlog_tokens` wait already."""
     rates = speed.rates
     if demand.arrivals <= 0:
         arrivals, new, cached = 0.0, 0.0, 0.0
@@ -92,7 +95,8 @@ def prefill_side(demand: Demand, speed: Speed, config: PlannerConfig, most: int,
     fixed = rates.prefill_base * speed.prefill_factor
     service = fixed + variable
     per_token = service / new if new > 0 else rates.prefill_token * speed.prefill_factor
-    load = arrivals * service + backlog_tokens * per_token / config.cooldown_s
+    flow = arrivals * service
+    load = flow + min(backlog_tokens * per_token / _WORKED_OFF_S, _MOST_BACKLOG * flow)
     before = fixed + rates.transfer_base
     floor = before + variable
     reachable = config.ttft_s > floor
@@ -108,7 +112,7 @@ def prefill_side(demand: Demand, speed: Speed, config: PlannerConfig, most: int,
         leaves = (workers - load) / max(service, 1e-9) * 2.0 / _IRREGULAR
         ok.append(max(ok[-1], _in_time(waits, leaves, variable, target - before)))
     alone = _in_time(0.0, 1.0, variable, target - before)
-    return Side(load, tuple(ok), alone, floor, target, reachable, 1.0 / max(per_token, 1e-12))
+    return Side(flow, tuple(ok), alone, floor, target, reachable, 1.0 / max(per_token, 1e-12))
 
 
 def _in_time(waits: float, leaves: float, mean: float, left: float) -> float:

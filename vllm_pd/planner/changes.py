@@ -11,8 +11,11 @@ from vllm_pd.planner.model import Action, AddAction, MoveAction, RemoveAction, W
 from vllm_pd.planner.sight import Sight, known_loads
 from vllm_pd.state.base import Role
 
-_BACK = 3.0
-"""Cooldowns after which a worker may move the other way than the last one did."""
+_BACK, _MOST_TURNS = 3.0, 5.0
+"""Cooldowns after which a worker may move the other way than the last one did; twice as many for every such turn
+lately, up to so many. Two splits that are both wrong would be changed to and fro without end."""
+_TURN_FORGOTTEN_S = 600.0
+"""After that time a turn counts half."""
 
 
 def movable(sight: Sight, role: Role, config: PlannerConfig) -> list[WorkerView]:
@@ -64,7 +67,9 @@ def rested(memory: Memory, to: Role, config: PlannerConfig) -> str:
     if memory.moved_at is None or memory.moved_to is None:
         return ""
     back = memory.moved_to is not to
-    rest = config.cooldown_s * (_BACK if back else 1.0)
+    rest = config.cooldown_s
+    if back:
+        rest *= _BACK * 2.0 ** min(_turns(memory), _MOST_TURNS)
     left = memory.moved_at + rest - memory.clock
     if left <= 0:
         return ""
@@ -73,17 +78,25 @@ def rested(memory: Memory, to: Role, config: PlannerConfig) -> str:
     return f"What the last move brought is waited for, {left:.0f} s more."
 
 
+def _turns(memory: Memory) -> float:
+    if memory.moved_at is None:
+        return memory.turns
+    return float(memory.turns * 0.5 ** ((memory.clock - memory.moved_at) / _TURN_FORGOTTEN_S))
+
+
 def remember(memory: Memory, actions: Sequence[Action]) -> Memory:
     """The memory of a planner that has asked for this."""
     for action in actions:
         match action:
             case MoveAction():
                 asked = AskedMove(action.worker, action.epoch, action.to, memory.clock)
+                turns = _turns(memory) + (memory.moved_to not in (None, action.to))
                 memory = replace(
                     memory,
                     asked_moves=(*memory.asked_moves, asked),
                     moved_at=memory.clock,
                     moved_to=action.to,
+                    turns=turns,
                 )
             case AddAction():
                 start = AskedStart(action.role, action.count, memory.clock)

@@ -20,6 +20,8 @@ _BELIEF = 8
 """Judged expectations that the usual spread is worth."""
 _KEEP = 0.98
 """What a judgement still weighs when the next one was made."""
+_CLEARLY = 0.95
+"""A method is preferred to a calmer one that was off by more than it, times this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +53,20 @@ class Forecast:
     """The method, for an explanation."""
 
 
-def forecast(history: Sequence[Sample], ahead_s: float) -> Forecast:
-    """The demand in so many seconds; nothing with the usual spread where nothing was seen."""
+def forecasts(history: Sequence[Sample], ahead_s: Sequence[float]) -> list[Forecast]:
+    """The demand in so many seconds, for each; nothing with the usual spread where nothing was seen."""
     if not history:
-        return Forecast(Demand(), _USUAL_SPREAD, "nothing was seen yet")
+        return [Forecast(Demand(), _USUAL_SPREAD, "nothing was seen yet") for _ in ahead_s]
     each = max(sum(sample.seconds for sample in history) / len(history), 1e-3)
-    steps = max(0.0, ahead_s / each)
-    found: list[Guess] = [best_guess([get(sample) for sample in history], steps) for get in _SERIES]
-    arrivals, prompt, uncached, output = (guess.value for guess in found)
-    leading = max(found[0], found[2], found[3], key=lambda guess: guess.spread)
-    return Forecast(Demand(arrivals, prompt, max(0.0, min(uncached, prompt)), output), leading.spread, found[0].by)
+    steps = [max(0.0, seconds / each) for seconds in ahead_s]
+    series = [best_guesses([get(sample) for sample in history], steps) for get in _SERIES]
+    found = []
+    for arrivals, prompt, uncached, output in zip(*series, strict=True):
+        demand = Demand(arrivals.value, prompt.value, min(uncached.value, prompt.value), output.value)
+        # Requests and their lengths are off together more often than not: the worst says how far.
+        spread = max(arrivals.spread, uncached.spread, output.spread)
+        found.append(Forecast(demand, spread, arrivals.by))
+    return found
 
 
 _SERIES: tuple[Callable[[Sample], float], ...] = (
@@ -80,37 +86,48 @@ class Guess:
     by: str
 
 
-def best_guess(values: Sequence[float], steps: float) -> Guess:
-    """What the number will be so many samples after the last, by the method that was off by least so far."""
-    best: tuple[float, float, str] | None = None
-    for method in METHODS:
-        value, off = smoothed(values, steps, method)
-        if best is None or off < best[1] * 0.95:
-            best = value, off, method.name
-    assert best is not None
-    value, off, name = best
-    scale = sum(values[-_FIRST:]) / len(values[-_FIRST:])
-    spread = off / scale if scale > 0 else _USUAL_SPREAD
-    return Guess(value, min(_MOST_SPREAD, max(_LEAST_SPREAD, spread)), name)
+def best_guesses(values: Sequence[float], steps: Sequence[float]) -> list[Guess]:
+    """What the number will be so many samples after the last, each time by the method that was off by least so far."""
+    tried = [(method, smoothed(values, steps, method)) for method in METHODS]
+    lately = values[-_FIRST:]
+    scale = sum(lately) / len(lately)
+    found = []
+    for index in range(len(steps)):
+        method, results = tried[0]
+        value, off = results[index]
+        for other, its in tried[1:]:
+            # Chance alone makes one method a little better than another; the calmer one comes first.
+            if its[index][1] < _CLEARLY * off:
+                method, (value, off) = other, its[index]
+        spread = off / scale if scale > 0 else _USUAL_SPREAD
+        found.append(Guess(value, min(_MOST_SPREAD, max(_LEAST_SPREAD, spread)), method.name))
+    return found
 
 
-def smoothed(values: Sequence[float], steps: float, method: Method) -> tuple[float, float]:
+def smoothed(values: Sequence[float], steps: Sequence[float], method: Method) -> list[tuple[float, float]]:
     """What the method expects so many samples after the last, and by how much it was off before (root mean square;
     drawn towards the usual where it has been judged seldom)."""
-    reach = steps if method.damping >= 1 else method.damping * (1 - method.damping**steps) / (1 - method.damping)
-    ahead = max(1, round(steps))
+    follow, keep = method.level, 1 - method.level
+    steer, damping = method.trend, method.damping
+    hold = (1 - steer) * damping
     level, trend = values[0], 0.0
-    said: list[float] = []
-    squares = weight = 0.0
-    for index, value in enumerate(values):
-        if index:
-            before = level
-            level = method.level * value + (1 - method.level) * (level + method.damping * trend)
-            trend = method.trend * (level - before) + (1 - method.trend) * method.damping * trend
-        said.append(max(0.0, level + trend * reach))
-        if index >= ahead + _FIRST:
-            squares = _KEEP * squares + (value - said[index - ahead]) ** 2
+    levels, trends = [level], [trend]
+    for value in values[1:]:
+        before = level
+        level = follow * value + keep * (level + damping * trend)
+        trend = steer * (level - before) + hold * trend
+        levels.append(level)
+        trends.append(trend)
+    lately = values[-_FIRST:]
+    usual = _BELIEF * (_USUAL_SPREAD * sum(lately) / len(lately)) ** 2
+    found = []
+    for ahead in steps:
+        reach = ahead if damping >= 1 else damping * (1 - damping**ahead) / (1 - damping)
+        lag = max(1, round(ahead))
+        squares = weight = 0.0
+        for index in range(_FIRST, len(values) - lag):
+            off = values[index + lag] - levels[index] - trends[index] * reach
+            squares = _KEEP * squares + off * off
             weight = _KEEP * weight + 1
-    scale = sum(values[-_FIRST:]) / len(values[-_FIRST:])
-    usual = _BELIEF * (_USUAL_SPREAD * scale) ** 2
-    return said[-1], math.sqrt((squares + usual) / (weight + _BELIEF))
+        found.append((max(0.0, level + trend * reach), math.sqrt((squares + usual) / (weight + _BELIEF))))
+    return found

@@ -13,7 +13,7 @@ from vllm_pd.planner.model import PoolView, Traffic
 from vllm_pd.planner.sight import Sight, known_loads
 from vllm_pd.routing.model import Rates
 
-_KEPT, _KEPT_STEPS = 240, 96
+_KEPT, _KEPT_STEPS = 120, 64
 """Samples of the history, and of the decode workers' steps."""
 _KV_KILOTOKEN = 4e-5
 """Seconds to read the KV of a thousand tokens in a step, before anything was measured: 128 kB a token at 3.3 TB/s."""

@@ -118,6 +118,8 @@ class Memory:
     start_s: float | None = None
     moved_at: float | None = None
     moved_to: Role | None = None
+    turns: float = 0.0
+    """How often moves have turned to the other direction lately; each such turn counts for less as time passes."""
     needs: tuple[NeedSample, ...] = ()
     """How many workers the last steps wanted, for as long as is waited before any is taken away."""
     needs_since: float | None = None

@@ -15,6 +15,9 @@ from vllm_pd.planner.sight import Sight, look
 from vllm_pd.planner.sla_rule import by_targets
 from vllm_pd.state.base import Role
 
+_ENOUGH_SAMPLES = 3
+"""Spans of time of which a planner must know what arrived before it judges: one may be anything."""
+
 
 def step(view: PoolView, memory: Memory, config: PlannerConfig) -> tuple[Plan, Memory]:
     """Decide what to change now. The caller carries it out and keeps the memory for the next step."""
@@ -44,8 +47,8 @@ def _unknown(view: PoolView, memory: Memory, config: PlannerConfig) -> str:
         return "what arrived is not known" + (f" ({view.partial})" if view.partial else "")
     if view.traffic.age_s > config.stale_s:
         return f"what arrived is known only up to {view.traffic.age_s:.0f} s ago"
-    if not memory.history:
-        return "what arrived is not known for any span of time"
+    if len(memory.history) < _ENOUGH_SAMPLES:
+        return f"what arrived is known of {len(memory.history)} spans of time, and judged from {_ENOUGH_SAMPLES} on"
     if config.rule is Rule.SLA and view.rates is None and any(sample.arrivals for sample in memory.history):
         return "how fast a worker is has not been measured yet"
     return ""

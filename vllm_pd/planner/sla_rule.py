@@ -8,7 +8,7 @@ from vllm_pd.planner import explain
 from vllm_pd.planner.changes import moves, removals, rested, starts
 from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.decision import Decision
-from vllm_pd.planner.forecast import forecast
+from vllm_pd.planner.forecast import forecasts
 from vllm_pd.planner.learn import speed
 from vllm_pd.planner.memory import Memory, NeedSample
 from vllm_pd.planner.model import Action, Mode, PoolView
@@ -31,7 +31,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     pace = speed(view, memory)
     most = max(config.max_workers, sight.total, 2)
     waiting = float(view.queue.tokens) if view.queue else 0.0
-    near = forecast(memory.history, soon_s)
+    near, far = forecasts(memory.history, (soon_s, late_s))
     soon = outlook(near.demand, near.spread, pace, config, most, waiting)
     reasons = [*explain.seen(view, config), *explain.able(pace, soon, config)]
     reasons.append(explain.ahead(near, soon_s))
@@ -42,7 +42,6 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     now = fitted(soon, present, either)
     target = at_hand
     if config.mode is Mode.SCALE:
-        far = forecast(memory.history, late_s)
         late = outlook(far.demand, far.spread, pace, config, most)
         reasons.append(explain.ahead(far, late_s))
         need, over = _need(soon, late, config)

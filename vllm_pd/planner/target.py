@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from vllm_pd.planner.capacity import Demand, Side, Speed, decode_side, prefill_side
 from vllm_pd.planner.config import PlannerConfig
 
-_DEVIATIONS = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5)
+_DEVIATIONS = (-1.5, -0.75, 0.0, 0.75, 1.5)
 _WEIGHTS = tuple(math.exp(-z * z / 2) for z in _DEVIATIONS)
 
 
