@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -125,7 +126,8 @@ class ApiServer:
             if fault is not None:
                 fault.times -= 1
                 if fault.done:
-                    await self._answer(request, verb, resource, name, sub)
+                    with contextlib.suppress(StatusError):
+                        await self._answer(request, verb, resource, name, sub)
                 if fault.status == 0:
                     return self._cut(request)
                 if fault.status == -1:

@@ -153,7 +153,7 @@ class TestWhoGoes:
         self, world: KubernetesWorld
     ) -> None:
         left, chosen = [(id, e) for id, (e, role) in sorted((await world.workers()).items()) if role is Role.DECODE][:2]
-        world.server.fail("update", "deployments/scale", 0)
+        world.server.fail("update", "deployments/scale", 0, times=2)
         with pytest.raises(ActuatorError):
             await world.actuator.act(world.pool, RemoveAction(*left, WHY))
         assert world.pod_of(left[0])["metadata"]["annotations"][DELETION_COST]
@@ -259,9 +259,9 @@ class TestWhatCanGoWrong:
         world = KubernetesWorld(server, deadline_s=1.0)
         server.create([workload("decode", Role.DECODE, 2)])
         server.fail("list", "pods", -1, times=2)
-        with pytest.raises(ActuatorError, match=r"within 0\.5 s"):
+        with pytest.raises(ActuatorError, match=r"within|longer than"):
             await world.actuator.starting(world.pool)
-        with pytest.raises(ActuatorError, match=r"within 0\.5 s"):
+        with pytest.raises(ActuatorError, match=r"within|longer than"):
             await world.actuator.act(world.pool, AddAction(Role.DECODE, 1, WHY))
         await world.close()
 
@@ -276,7 +276,8 @@ class TestWhatCanGoWrong:
     async def test_a_lost_answer_is_not_followed_by_a_second_removal(self, world: KubernetesWorld) -> None:
         action = await removal(world)
         world.server.controllers.paused = True
-        world.server.fail("update", "deployments/scale", 0, done=True)
+        # The HTTP library tries once more.
+        world.server.fail("update", "deployments/scale", 0, times=2, done=True)
         with pytest.raises(ActuatorError):
             await world.actuator.act(world.pool, action)
         assert (await world.actuator.act(world.pool, action)).ok
@@ -308,14 +309,23 @@ class TestWhatCanGoWrong:
         assert len(world.pods("decode")) == 2
         assert action.worker not in await world.workers()
 
-    async def test_two_planners_that_add_at_once_do_not_add_twice_unseen(self, world: KubernetesWorld) -> None:
+    async def test_two_planners_that_saw_the_same_and_add_at_once_add_once(self, world: KubernetesWorld) -> None:
         other = world.open()
         outcomes = await asyncio.gather(
             world.actuator.act(world.pool, AddAction(Role.DECODE, 2, WHY)),
             other.act(world.pool, AddAction(Role.DECODE, 2, WHY)),
         )
-        assert await world.asked_for(Role.DECODE) == 3 + 2 * sum(outcome.ok for outcome in outcomes)
-        assert any(outcome.ok for outcome in outcomes)
+        # One after the other they ask for four; where both saw three, both want five.
+        assert all(outcome.ok for outcome in outcomes)
+        told = {outcome.detail for outcome in outcomes}
+        assert await world.asked_for(Role.DECODE) == (5 if len(told) == 1 else 7)
+
+    async def test_an_answer_that_is_lost_once_is_found_out(self, world: KubernetesWorld) -> None:
+        world.server.fail("update", "deployments/scale", 0, done=True)
+        outcome = await world.actuator.act(world.pool, AddAction(Role.DECODE, 2, WHY))
+        assert outcome.ok
+        assert "from 3 to 5" in outcome.detail
+        assert await world.asked_for(Role.DECODE) == 5
 
 
 class TestWhatPeopleSay:

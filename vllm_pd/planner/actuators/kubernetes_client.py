@@ -1,7 +1,8 @@
 """A namespace of a Kubernetes cluster through the official client (its asyncio half).
 
-Only requests; what they are for is decided in `kubernetes`. Nothing is retried except what the API server asked to be
-retried (429): a write whose answer is lost may have been done.
+Only requests; what they are for is decided in `kubernetes`. Nothing is retried here except what the API server asked to
+be retried (429). The HTTP library itself repeats a GET or PUT whose connection broke: a PUT carries the version that it
+changes, so it is done once, and the repetition is a conflict.
 """
 
 from __future__ import annotations
