@@ -21,7 +21,7 @@ ALLOWED = {"vllm.logger"}
 LIGHT = [
     module
     for module in MODULES
-    if module.startswith(("vllm_pd.router", "vllm_pd.state", "vllm_pd.graph"))
+    if module.startswith(("vllm_pd.router", "vllm_pd.state", "vllm_pd.graph", "vllm_pd.planner"))
     or module in ("vllm_pd", "vllm_pd.cli", "vllm_pd.errors", "vllm_pd.layered", "vllm_pd.settings", COMPAT)
 ]
 
