@@ -110,6 +110,9 @@ class Leadership:
                         await self.stand(pool)
                     except StoreError as e:
                         _log.debug("who leads pool %s is not known: %s", pool, e)
+                    except Exception:
+                        # Nobody foresaw it; without renewal this planner would lead no more, ever.
+                        _log.exception("who leads pool %s could not be asked", pool)
             due_s = min((kept.due_s for kept in self._pools.values()), default=self._clock() + _LONGEST_SLEEP_S)
             self._wake.clear()
             try:

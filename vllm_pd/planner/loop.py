@@ -97,7 +97,10 @@ class PlannerLoop:
         try:
             while True:
                 began_s = self._clock()
-                await self.round()
+                try:
+                    await self.round()
+                except Exception as e:
+                    self._unforeseen("round", e)
                 await asyncio.sleep(max(0.0, began_s + self._config.interval_s - self._clock()))
         finally:
             await end_tasks([standing])
@@ -129,11 +132,15 @@ class PlannerLoop:
         except StoreError as e:
             self._store_failed(pool, e)
         except Exception as e:
-            if self._trouble.get(pool) != repr(e):
-                self._trouble[pool] = repr(e)
-                _log.exception("the step of pool %s failed; the next one is tried", pool)
+            self._unforeseen(pool, e)
             return
         self._trouble.pop(pool, None)
+
+    def _unforeseen(self, what: str, error: Exception) -> None:
+        """Of equal errors in a row only the first is logged."""
+        if self._trouble.get(what) != repr(error):
+            self._trouble[what] = repr(error)
+            _log.error("a step (%s) failed, the next one is tried", what, exc_info=error)
 
     def _store_failed(self, what: str, error: StoreError) -> None:
         if self._away_s is None:

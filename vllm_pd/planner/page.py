@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.planner.metrics import PoolStatus, roles_now, roles_wanted
-from vllm_pd.state.base import PoolId
+from vllm_pd.state.base import PoolId, Role
 
 
 def status_json(planner: str, dry_run: bool, statuses: Mapping[PoolId, PoolStatus]) -> dict[str, Any]:
@@ -23,14 +23,18 @@ def status_json(planner: str, dry_run: bool, statuses: Mapping[PoolId, PoolStatu
             pool: {
                 "leads": status.leads,
                 "verdict": status.plan.verdict if status.plan is not None else None,
-                "workers": roles_now(status.view) if status.view is not None else None,
-                "wanted": roles_wanted(status.view, status.plan)
+                "workers": _by_name(roles_now(status.view)) if status.view is not None else None,
+                "wanted": _by_name(roles_wanted(status.view, status.plan))
                 if status.view is not None and status.plan is not None
                 else None,
             }
             for pool, status in statuses.items()
         },
     }
+
+
+def _by_name(counts: Mapping[Role, int]) -> dict[str, int]:
+    return {str(role): count for role, count in counts.items()}
 
 
 class PlannerPage:
