@@ -37,6 +37,8 @@ from vllm_pd.sim.trace import SOURCE, TraceRequest
 WORKERS = 16
 COLD_STARTS = (10.0, 60.0, 300.0)
 USUAL_START = 60.0
+MOVE_TIMEOUT = 60.0
+"""Seconds. An answer of the made-up workloads takes two minutes, and not every stream can be handed over."""
 FEWER = 0.8
 """GPU hours of the best split that the planner may use where it scales."""
 DEFAULT_FOLDER = Path("../shared/traces")
@@ -76,7 +78,7 @@ class Cell:
                 min_workers=2,
                 max_workers=WORKERS,
             )
-        life = Life(cold_start=self.cold_start, in_place=self.rule is not Rule.DYNAMO_LOAD)
+        life = Life(cold_start=self.cold_start, move_timeout=MOVE_TIMEOUT, in_place=self.rule is not Rule.DYNAMO_LOAD)
         return PlannedConfig(cluster, planner, workload.ttft_s, workload.itl_s, life)
 
 

@@ -85,21 +85,16 @@ def _wave(at: float, period: float) -> float:
     return math.sin(2 * math.pi * at / period)
 
 
-def _sinusoid_total(at: float) -> float:
-    return 1.9 * (1.0 + 0.3 * _wave(at, 1800.0))
-
-
-def _sinusoid_part(at: float) -> float:
-    """Readers among all."""
-    return 0.45 + 0.35 * _wave(at, 2400.0)
+def _sinusoid_all(at: float) -> float:
+    return 1.0 + 0.2 * _wave(at, 1500.0)
 
 
 def _sinusoid_reading(at: float) -> float:
-    return _sinusoid_total(at) * _sinusoid_part(at)
+    return _sinusoid_all(at) * 0.8 * (1.0 + 0.8 * _wave(at, 2400.0))
 
 
 def _sinusoid_writing(at: float) -> float:
-    return _sinusoid_total(at) * (1.0 - _sinusoid_part(at))
+    return _sinusoid_all(at) * 1.1 * (1.0 - 0.7 * _wave(at, 2400.0))
 
 
 def _step_reading(at: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from vllm_pd.planner.memory import Memory
@@ -22,11 +22,12 @@ from vllm_pd.planner.model import (
     StartView,
     WorkerView,
 )
+from vllm_pd.planner.observe_demand import DemandWatch
 from vllm_pd.planner.plan import step
 from vllm_pd.sim.cluster import Cluster, Job, Run, Served, SimWorker
 from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.planned_config import PlannedConfig
-from vllm_pd.sim.planned_view import Counts
+from vllm_pd.sim.planned_view import DemandCount
 from vllm_pd.sim.router import SimRouter
 from vllm_pd.sim.trace import TraceRequest
 from vllm_pd.sim.work import Work
@@ -135,8 +136,8 @@ class PlannedCluster(Cluster):
         self._life = config.life
         self._step = step or _planner_step(config)
         self._memory = Memory()
-        self._view: PoolView | None = None
-        self._counts = Counts()
+        self._counts = DemandCount()
+        self._watch = DemandWatch()
         self._chance = random.Random(cluster.seed + 1)
         self._by_index: list[Member] = []
         self._names = 0
@@ -180,18 +181,19 @@ class PlannedCluster(Cluster):
             for role in Role
             if (these := [m for m in starting if m.role is role])
         )
+        report = self._counts.report(now, self._router.rates)
+        traffic = self._watch.look({"router": report}, now, ttft_s=planner.ttft_s, itl_s=planner.itl_s)
         view = PoolView(
             pool=_POOL,
             at_s=at,
             workers=tuple(self._seen(m, at) for m in self._listed(now)),
             queue=QueueView(len(waiting), sum(w[0] for w in waiting), max((w[1] for w in waiting), default=0.0)),
-            traffic=self._counts.traffic(now, planner.ttft_s, planner.itl_s, age),
-            rates=self._router.rates,
+            traffic=replace(traffic, age_s=age) if traffic is not None else None,
+            rates=report.rates,
             kv_tokens=self.config.engine.gpu_blocks * self.config.engine.block_size,
             starts=starts,
             age_s=age,
         )
-        self._counts = Counts(since=now)
         self._at(at, lambda now: self._plan(view, now))
         self._at(now + planner.interval_s, self._look)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from vllm_pd.agent.role_move import HAND_OVER_PART
 from vllm_pd.errors import SettingsError
 from vllm_pd.planner.config import PlannerConfig
+from vllm_pd.roles import DEFAULT_TIMEOUT_S
 from vllm_pd.sim.cluster import ClusterConfig
 
 
@@ -28,22 +30,26 @@ class Life:
     """From a plan until the worker, or whoever starts workers, acts on it."""
     seen_after: float = 1.0
     """Age of everything that the planner sees."""
-    move_timeout: float = 60.0
+    move_timeout: float = DEFAULT_TIMEOUT_S
     """A change of role that takes longer is undone."""
-    hand_over_after: float = 10.0
-    """A worker that drains hands the streams over that have not ended by then: another one computes prompt and answer
-    so far, and goes on."""
-    continuable: float = 0.9
+    hand_over_part: float = HAND_OVER_PART
+    """A worker that drains hands the streams over that have not ended after this part of the timeout: another one
+    computes prompt and answer so far, and goes on."""
+    continuable: float = 0.95
     """Fraction of the streams that can be handed over exactly; the others are waited for."""
     in_place: bool = True
     """Whether a worker changes its role without a restart. Else it drains, stops and starts cold in the new role."""
+
+    @property
+    def hand_over_after(self) -> float:
+        return self.hand_over_part * self.move_timeout
 
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if not math.isfinite(value) or value < 0:
                 raise SettingsError(f"{spec.name} of simulated workers is {value}; it must be a number of at least 0.")
-        for name in ("start_spread", "start_fails", "continuable"):
+        for name in ("start_spread", "start_fails", "hand_over_part", "continuable"):
             if getattr(self, name) > 1:
                 raise SettingsError(f"{name} of simulated workers is a fraction between 0 and 1.")
 

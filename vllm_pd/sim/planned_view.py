@@ -1,73 +1,65 @@
-"""What the router of a simulated cluster counts for a planner."""
+"""What the router of a simulated cluster counts for a planner, as a real one reports it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from bisect import bisect_left
 
-from vllm_pd.planner.model import Latency, Traffic
-
-_RESOLUTION_S = 1e-3
-"""To which times are counted."""
+from vllm_pd.routing.model import Rates
+from vllm_pd.state.demand import BOUNDS_S, DemandReport, Spread
 
 
-@dataclass(slots=True)
-class Counts:
-    """Of one span of time, as `Traffic` has them."""
+class SpreadCount:
+    """A histogram that grows."""
 
-    since: float = 0.0
-    arrivals: int = 0
-    finished: int = 0
-    prompt_tokens: int = 0
-    uncached_tokens: int = 0
-    output_tokens: int = 0
-    finished_output: int = 0
-    ttft: Counter[int] = field(default_factory=Counter)
-    itl: Counter[int] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._sum_s = 0.0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """So often it took so long."""
+        self._counts[bisect_left(BOUNDS_S, seconds)] += count
+        self._sum_s += seconds * count
+
+    def spread(self) -> Spread:
+        """As it is now."""
+        return Spread(tuple(self._counts), self._sum_s)
+
+
+class DemandCount:
+    """Totals since the start."""
+
+    def __init__(self) -> None:
+        self.arrivals = 0
+        self.finished = 0
+        self.prompt_tokens = 0
+        self.uncached_tokens = 0
+        self.output_tokens = 0
+        self.finished_output = 0
+        self._ttft = SpreadCount()
+        self._itl = SpreadCount()
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token so long after its arrival."""
-        self.ttft[round(seconds / _RESOLUTION_S)] += 1
+        self._ttft.add(seconds)
         self.output_tokens += 1
 
     def gaps(self, seconds: float, count: int) -> None:
         """So many tokens came so long after the one before."""
-        self.itl[round(seconds / _RESOLUTION_S)] += count
+        self._itl.add(seconds, count)
         self.output_tokens += count
 
-    def traffic(self, now: float, ttft_s: float, itl_s: float, age_s: float) -> Traffic | None:
-        """The span ends now. None for one without length."""
-        if now <= self.since:
-            return None
-        return Traffic(
-            seconds=now - self.since,
+    def report(self, now: float, rates: Rates | None) -> DemandReport:
+        """The totals at a time."""
+        return DemandReport(
+            started_ms=0,
+            at_ms=round(now * 1000),
             arrivals=self.arrivals,
             finished=self.finished,
             prompt_tokens=self.prompt_tokens,
             uncached_tokens=self.uncached_tokens,
             output_tokens=self.output_tokens,
-            mean_output=self.finished_output / self.finished if self.finished else None,
-            ttft=_latency(self.ttft, ttft_s),
-            itl=_latency(self.itl, itl_s),
-            age_s=age_s,
+            finished_output_tokens=self.finished_output,
+            ttft=self._ttft.spread(),
+            itl=self._itl.spread(),
+            rates=rates,
         )
-
-
-def _latency(times: Counter[int], target: float) -> Latency | None:
-    total = times.total()
-    if not total:
-        return None
-    ordered = sorted(times)
-    mean = sum(time * count for time, count in times.items()) / total
-    within = sum(count for time, count in times.items() if time * _RESOLUTION_S <= target) / total
-    p50, p95 = (_percentile(ordered, times, q * total) for q in (0.5, 0.95))
-    return Latency(total, mean * _RESOLUTION_S, p50 * _RESOLUTION_S, p95 * _RESOLUTION_S, within)
-
-
-def _percentile(ordered: list[int], times: Counter[int], rank: float) -> int:
-    seen = 0
-    for time in ordered:
-        seen += times[time]
-        if seen >= rank:
-            return time
-    return ordered[-1]

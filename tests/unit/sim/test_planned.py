@@ -84,7 +84,7 @@ class TestMoves:
 
     def test_streams_that_do_not_end_in_time_go_on_elsewhere(self) -> None:
         trace = requests(20, per_second=1, output=LONG_ANSWER)
-        run = planned(trace, once(10, move(3, Role.PREFILL)), hand_over_after=2.0, continuable=1.0)
+        run = planned(trace, once(10, move(3, Role.PREFILL)), move_timeout=20.0, hand_over_part=0.1, continuable=1.0)
         assert run.handed_over > 0 and len(run.run.served) == len(trace)
         assert run.moves == [pytest.approx(2.0, abs=0.1)]
         assert all(served.output == LONG_ANSWER for served in run.run.served)
@@ -92,7 +92,7 @@ class TestMoves:
     def test_a_stream_that_was_handed_over_pays_for_the_pause(self) -> None:
         trace = requests(1, per_second=1, output=LONG_ANSWER)
         (alone,) = planned(trace).run.served
-        moved = planned(trace, once(5, move(alone.worker + 1, Role.PREFILL)), hand_over_after=0.0, continuable=1.0)
+        moved = planned(trace, once(5, move(alone.worker + 1, Role.PREFILL)), hand_over_part=0.0, continuable=1.0)
         (served,) = moved.run.served
         assert served.worker != alone.worker and served.first_token == alone.first_token
         assert mean_itl(served) > mean_itl(alone)
@@ -192,9 +192,10 @@ class TestWhatThePlannerSees:
         assert {view.age_s for view in views} == {2.0}
         assert {worker.load_age_s for view in views for worker in view.workers} == {2.0}
         traffic = [view.traffic for view in views if view.traffic is not None]
-        until = sum(each.seconds for each in traffic)
-        assert sum(each.arrivals for each in traffic) == sum(request.at <= until for request in trace)
-        assert all(each.ttft is not None and 0 < each.ttft.p50_s <= each.ttft.p95_s for each in traffic[1:])
+        first, last = (views[i].at_s - 2.0 for i in (0, -1))
+        assert sum(each.seconds for each in traffic) == pytest.approx(last - first)
+        assert sum(each.arrivals for each in traffic) == sum(first < request.at <= last for request in trace)
+        assert all(each.ttft is not None and 0 < each.ttft.p50_s <= each.ttft.p95_s for each in traffic)
         finished = sum(each.finished for each in traffic)
         assert 0 < finished <= len(trace) and traffic[-1].mean_output == 200
         assert views[-1].rates is not None
@@ -208,7 +209,7 @@ class TestWhatThePlannerSees:
             return act(view)
 
         trace = [TraceRequest(0.0, 600, 6000, ()), TraceRequest(40.0, 600, 1, ())]
-        planned(trace, decide, decode=1, hand_over_after=15.0, continuable=0.0)
+        planned(trace, decide, decode=1, continuable=0.0)
         moving = [w for view in views for w in view.workers if w.moving_to is Role.PREFILL]
         assert moving and all(w.role is Role.DECODE and w.moving_for_s > 0 for w in moving)
         assert not any(w.id == "w1" for w in views[-1].workers)
