@@ -22,7 +22,7 @@ from vllm_pd.graph.process import ManagedProcess, ProcessSpec
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 SCRAPE_S = 1
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 600.0
 _POLL_S = 0.5
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -62,7 +62,7 @@ class Prometheus:
         """The series of an instant query. Raises AssertionError with Prometheus' words."""
         query = urllib.parse.urlencode({"query": expr})
         try:
-            with _direct.open(f"{self._url}/api/v1/query?{query}", timeout=30) as answer:
+            with _direct.open(f"{self._url}/api/v1/query?{query}", timeout=120) as answer:
                 found = json.load(answer)
         except urllib.error.HTTPError as e:
             raise AssertionError(f"{expr}: {e.read().decode(errors='replace')}") from None
@@ -74,7 +74,7 @@ class Prometheus:
 
     def rules(self) -> list[dict[str, Any]]:
         """All rules, as Prometheus evaluates them."""
-        with _direct.open(f"{self._url}/api/v1/rules", timeout=30) as answer:
+        with _direct.open(f"{self._url}/api/v1/rules", timeout=120) as answer:
             return [rule for group in json.load(answer)["data"]["groups"] for rule in group["rules"]]
 
 

@@ -16,6 +16,8 @@ from tests.unit.deploy.alert_cases import BEGIN, CASES, END, HEALTHY
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "prometheus"
 
+pytestmark = pytest.mark.timeout(1500)
+
 
 @pytest.fixture(scope="module")
 def alerts() -> list[dict[str, Any]]:
@@ -25,7 +27,7 @@ def alerts() -> list[dict[str, Any]]:
 
 def run(programs: Programs, *arguments: str) -> None:
     done = subprocess.run(
-        [str(programs.promtool), *arguments], capture_output=True, text=True, timeout=200, check=False, cwd=FOLDER
+        [str(programs.promtool), *arguments], capture_output=True, text=True, timeout=1200, check=False, cwd=FOLDER
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
