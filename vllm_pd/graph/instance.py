@@ -125,6 +125,7 @@ class Instance:
             restarts=max(self._restarts, 0),
             failures=self.failures,
             is_stuck=is_stuck,
+            grace_s=self._launch.grace_s if self._launch is not None else 0.0,
             detail=self._detail,
             log=str(self._host.log_of(self.name)),
             log_end=self._log_end if not self.is_up else (),

@@ -31,7 +31,8 @@ from vllm_pd.graph.supervise import Order
 
 _BEGIN_S = 120.0
 """Until the supervisor says whether it starts: what an earlier one left is ended first."""
-DOWN_S = 180.0
+_DOWN_S = 90.0
+"""To end a graph, beside what its processes may take."""
 _POLL_S = 0.2
 
 Watch = Callable[[GraphStatus], None]
@@ -121,9 +122,12 @@ def is_settled(status: GraphStatus) -> bool:
 
 
 def stop(
-    folder: RunFolder, *, now: bool = False, watch: Watch = lambda status: None, deadline_s: float = DOWN_S
+    folder: RunFolder, *, now: bool = False, watch: Watch = lambda status: None, deadline_s: float | None = None
 ) -> Leftovers:
     """End a graph, wait until it has ended, and look what it left. Idempotent. What it says goes to `watch`.
+
+    Args:
+        deadline_s: None: as long as its processes may take to finish what they have, and some more.
 
     Raises:
         GraphError: it did not end in time.
@@ -132,6 +136,10 @@ def stop(
     with contextlib.suppress(GraphError):
         last = control.status(folder)
         control.ask(folder, Stop(now))
+    if deadline_s is None:
+        slowest = max((i.grace_s for i in last.instances), default=0.0) if last is not None else remains.GRACE_S
+        # Frontends end before workers do.
+        deadline_s = _DOWN_S + 2 * slowest
     deadline = time.monotonic() + deadline_s
     while folder.is_locked():
         with contextlib.suppress(GraphError):

@@ -56,6 +56,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """In a row."""
     is_stuck: bool = False
     """It waits for something that was given up."""
+    grace_s: float = 0.0
+    """What it may take to end."""
     detail: str = ""
     """What it waits for, or why it failed last."""
     log: str = ""

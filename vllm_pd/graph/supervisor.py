@@ -261,8 +261,8 @@ class Supervisor:
     def launch(self, instance: Instance) -> Launch:
         assert self._around is not None
         component = self._groups[instance.component].component
-        if isinstance(component, Workers) and not can_bind(instance.spot.port):
-            # Somebody took it while it was down.
+        if isinstance(component, Workers) and self.graph.store is not None and not can_bind(instance.spot.port):
+            # Somebody took it while it was down. Without a store nobody would find it elsewhere.
             instance.spot = replace(instance.spot, port=self._free_port())
         workers = [
             (group.component, f"http://{LOOPBACK}:{i.spot.port}")
