@@ -34,6 +34,8 @@ from vllm_pd.state.open_registry import open_demand, open_planner_board, open_re
 DEADLINE_S = 200.0
 """For what takes seconds on an idle machine."""
 NAMESPACE = "planned"
+PER_SECOND = 16
+"""Prompts of 8000 tokens, each of which takes the usual worker a sixth of a second."""
 PROGRAM = str(Path(sys.executable).parent / "vllm-pd")
 
 
@@ -76,8 +78,8 @@ class Pool:
         self.demand = open_demand(store.url, NAMESPACE, timeout_s=30.0)
         self.wishes: dict[str, set[str]] = {}
         """Ids of all wishes that were seen, by worker."""
-        self.arrived = 0
-        self._started_ms = round(time.time() * 1000) - 3_600_000
+        self._began_s = time.time()
+        self._started_ms = round(self._began_s * 1000) - 3_600_000
 
     async def register(self) -> None:
         for n in range(1, 7):
@@ -86,17 +88,18 @@ class Pool:
             await self.registry.publish_load(record.id, POOL.id, 0, {0: IDLE}, LONG_MS)
 
     async def report(self) -> None:
-        """A router tells of long prompts and short answers: many more than two workers prefill."""
-        self.arrived += 40
+        """A router tells of long prompts and short answers: more than two workers prefill, fewer than four."""
+        now_s = time.time()
+        arrived = int(PER_SECOND * (now_s - self._began_s))
         report = DemandReport(
             self._started_ms,
-            round(time.time() * 1000),
-            arrivals=self.arrived,
-            finished=self.arrived,
-            prompt_tokens=self.arrived * 8000,
-            uncached_tokens=self.arrived * 8000,
-            output_tokens=self.arrived * 2,
-            finished_output_tokens=self.arrived * 2,
+            round(now_s * 1000),
+            arrivals=arrived,
+            finished=arrived,
+            prompt_tokens=arrived * 8000,
+            uncached_tokens=arrived * 8000,
+            output_tokens=arrived * 2,
+            finished_output_tokens=arrived * 2,
             rates=Rates(),
         )
         await self.demand.publish(POOL.id, "r1", report, LONG_MS)
@@ -235,7 +238,8 @@ async def test_nothing_is_moved_for_reports_that_stand_still(pool: Pool) -> None
 async def start_process(pool: Pool) -> asyncio.subprocess.Process:
     told = settings(pool.store)
     command = [PROGRAM, "planner", "run", "--store", told.store, "--namespace", NAMESPACE, "--interval", "1"]
-    command += ["--lease", f"{told.lease:g}", "--settle", "1", "--cooldown", "2"]
+    # Nobody obeys the wishes here; they stay for as long as the test may take.
+    command += ["--lease", f"{told.lease:g}", "--settle", "1", "--cooldown", "2", "--move-timeout", "3600"]
     return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
 
 
