@@ -18,6 +18,7 @@ from vllm_pd.graph.model import Component, Frontend, Graph, Planner, Router, Sto
 from vllm_pd.graph.ports import LOOPBACK
 from vllm_pd.graph.runs import CONTROL_VARIABLE, RUN_VARIABLE
 from vllm_pd.layered import redact
+from vllm_pd.router.settings import RouterSettings
 from vllm_pd.serve_flags import DRAIN_S
 
 STORE_VARIABLE = "VLLM_PD_STORE"
@@ -28,7 +29,7 @@ NO_PLACE = Place()
 
 _CPU_MAX_MODEL_LEN = 2048
 _BLOCK_SIZE = 32
-_ROUTER_GRACE_S = 35.0
+_AFTER_ROUTER_S = 5.0
 _STORE_GRACE_S = 10.0
 _PLANNER_GRACE_S = 10.0
 _AFTER_DRAIN_S = 15.0
@@ -228,7 +229,8 @@ def _frontend(
 ) -> Launch:
     name = instance_name(frontend, spot.number)
     router = graph.router
-    told = program_args.router_args(check_settings.router_told(graph))
+    settings = check_settings.router_told(graph)
+    told = program_args.router_args(settings)
     args = list(told.args)
     if router is None and "--policy" not in args:
         args += ["--policy", "least-loaded"]
@@ -245,7 +247,7 @@ def _frontend(
         alive=f"{spec.url}/health",
         url=spec.url,
         ready_s=_ROUTER_READY_S,
-        grace_s=_ROUTER_GRACE_S,
+        grace_s=float(settings.get("shutdown_grace", RouterSettings().shutdown_grace)) + _AFTER_ROUTER_S,
     )
 
 

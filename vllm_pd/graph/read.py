@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +129,10 @@ def to_mapping(graph: Graph) -> dict[str, Any]:
 
 
 def _given(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults, as plain values."""
-    out: dict[str, Any] = {}
-    for f in fields(value):
-        mine = getattr(value, f.name)
-        default = f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
-        if mine != default:
-            out[f.name] = _plain(mine)
-    return out
+    """The fields of a dataclass that differ from their defaults, which all have, as plain values."""
+    defaults = type(value)()
+    names = [f.name for f in fields(value)]
+    return {name: _plain(mine) for name in names if (mine := getattr(value, name)) != getattr(defaults, name)}
 
 
 def _plain(value: Any) -> Any:

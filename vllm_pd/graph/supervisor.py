@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class Supervisor:
         self.folder = folder
         self.rule = graph.restart
         self.hurry = asyncio.Event()
-        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="graph")
+        self.threads: Executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="graph")
         self._environ = environ
         self._programs = programs
         self._run = run

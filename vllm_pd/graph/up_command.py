@@ -43,7 +43,11 @@ def run(args: argparse.Namespace) -> int:
 
 def start(graph: Graph, interrupts: Interrupts, *, detach: bool = False, as_json: bool = False) -> int:
     """Start a graph; unless `detach`, stay until a signal and then end it."""
-    say = (lambda text: None) if as_json else print
+
+    def say(text: str) -> None:
+        if not as_json:
+            print(text, flush=True)
+
     say(f"{graph.name} on this machine ({machine.detect()}); logs are in {_folder_of(graph).logs}")
     cluster = launcher.start(graph, stays=detach)
     watcher = Watcher("Starting")
