@@ -43,7 +43,7 @@ def step(view: PoolView, memory: Memory, config: PlannerConfig) -> tuple[Plan, M
 
 def _unknown(view: PoolView, memory: Memory, config: PlannerConfig) -> str:
     """What would have to be known to judge the demand; "" when all of it is."""
-    if view.traffic is None:
+    if view.traffic is None or view.traffic.seconds <= 0:
         return "what arrived is not known" + (f" ({view.partial})" if view.partial else "")
     if view.traffic.age_s > config.stale_s:
         return f"what arrived is known only up to {view.traffic.age_s:.0f} s ago"

@@ -166,8 +166,10 @@ def _follow_starts(
         if not missing:
             continue
         if waited > config.start_deadline_s:
-            failed += 1
-            pause = memory.clock + min(_LONGEST_PAUSE, config.start_deadline_s * 2 ** min(failed - 1, 10))
+            # What was asked for together fails together: that is one failure.
+            if pause <= memory.clock:
+                failed += 1
+                pause = memory.clock + min(_LONGEST_PAUSE, config.start_deadline_s * 2 ** min(failed - 1, 10))
             why = f"{_workers(missing, start.role)} did not come up in {waited:.0f} s."
             give_up.append(GiveUp(start.role, missing, why))
             notes.append(f"{why} Nothing is started for {pause - memory.clock:.0f} s.")

@@ -99,6 +99,9 @@ def _start(sight: Sight, over: Outlook, need: Need, config: PlannerConfig, held_
         return []
     missing = need.total - sight.total
     if memory.failed_starts:
+        if sight.starting:
+            held_back.append("Earlier starts failed: whether the one that is tried comes up is waited for.")
+            return []
         missing = 1
     if not sight.prefill and not sight.decode and sight.both:
         return list(starts(sight, Role.BOTH, missing, explain.because(need), config))
