@@ -71,6 +71,8 @@ class SimRouter:
         self._learner = RateLearner()
         self._prior = self._learner.rates
         self._ledgers: list[EngineLedger] = []
+        self._given: dict[int, Role] = {}
+        """The role whose new work each worker gets; without those that get none."""
         self._decoders: list[int] = []
         self._prefillers: list[int] = []
         for role in roles:
@@ -104,17 +106,15 @@ class SimRouter:
 
     def give(self, worker: int, role: Role | None) -> None:
         """From now on the worker gets the new work of this role; None: no new work."""
-        for indexes, does in (
-            (self._decoders, role is not None and role.decodes),
-            (self._prefillers, role is Role.PREFILL or (role is Role.BOTH and self._both_hand_over)),
-        ):
-            if does and worker not in indexes:
-                indexes.append(worker)
-                indexes.sort()
-            elif not does and worker in indexes:
-                indexes.remove(worker)
-        if role is not None:
-            self._ledgers[worker].role = role
+        if role is None:
+            self._given.pop(worker, None)
+        else:
+            self._given[worker] = self._ledgers[worker].role = role
+        given = self._given
+        # Where all do both, none is there to keep prompts off the others.
+        both = self._both_hand_over and any(each is not Role.BOTH for each in given.values())
+        self._decoders = [i for i in sorted(given) if given[i].decodes]
+        self._prefillers = [i for i in sorted(given) if given[i] is Role.PREFILL or (both and given[i] is Role.BOTH)]
 
     def decodes(self, worker: int) -> bool:
         """Whether it gets new decode work."""
