@@ -238,6 +238,8 @@ class RouterMetrics:
             ["source"],
             registry=self.registry,
         )
+        for source in ("predicted", "reported"):
+            self._cached_tokens.labels(source)
         self._overlap_error = Histogram(
             f"{_PREFIX}_overlap_error_blocks",
             "Blocks that came from a cache, by the worker's answer, minus those predicted.",

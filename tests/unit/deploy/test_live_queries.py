@@ -31,6 +31,7 @@ ONLY_REAL = (
     "vllm_pd_agent_kv_",
     "vllm_pd_agent_index_",
     "vllm_pd_agent_delay_seconds",
+    "vllm_pd_role_moves",
 )
 
 pytestmark = pytest.mark.timeout(2000)
