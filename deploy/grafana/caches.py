@@ -42,8 +42,8 @@ CACHES = Row(
         ),
         Panel(
             "Cached tokens: foretold and found",
-            "What the router counted on, and what the answers said (vLLM's --enable-prompt-tokens-details). Apart: the index is behind, or prompts are hashed "
-            "in another way.",
+            "What the router counted on, and what the answers said (vLLM's --enable-prompt-tokens-details). Apart: "
+            "the index is behind, or prompts are hashed in another way.",
             (Query(by("source", "vllm_pd_router_cached_tokens_total"), "{{source}}"),),
             "cps",
         ),
