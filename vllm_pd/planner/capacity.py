@@ -32,7 +32,7 @@ class Demand:
     prompt_tokens: float = 0.0
     uncached_tokens: float = 0.0
     output_tokens: float = 0.0
-    """That those who arrive will be given."""
+    """To be given by the decode workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Speed:
     kv_tokens: int | None = None
     prefill_factor: float = 1.0
     """By how much prompts take longer than the rates say."""
-    kv_share: float = 1.0
-    """KV tokens that a sequence needs, in relation to its length: less where sequences share blocks."""
+    held_tokens: float | None = None
+    """KV tokens that a sequence holds; None: as many as it is long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +134,10 @@ def _in_time(waits: float, leaves: float, mean: float, left: float) -> float:
 def decode_side(demand: Demand, speed: Speed, config: PlannerConfig, most: int) -> Side:
     """For decode workers."""
     step = speed.step
-    if demand.arrivals > 0:
-        answer = demand.output_tokens / demand.arrivals
-        length = demand.prompt_tokens / demand.arrivals + answer / 2
-    else:
-        answer = length = 0.0
-    held = length * speed.kv_share
+    held = speed.held_tokens
+    if held is None:
+        tokens = demand.prompt_tokens + demand.output_tokens / 2
+        held = tokens / demand.arrivals if demand.arrivals > 0 else 0.0
     each = step.sequence + held / 1000 * step.kv_kilotoken
     floor = step.base + each
     reachable = config.itl_s > floor

@@ -20,6 +20,8 @@ _BELIEF = 8
 """Judged expectations that the usual spread is worth."""
 _KEEP = 0.98
 """What a judgement still weighs when the next one was made."""
+_JUDGED_BY = 4
+"""Samples whose mean an expectation is compared with: what one sample has more than the next, queues even out."""
 _CLEARLY = 0.95
 """A method is preferred to a calmer one that was off by more than it, times this."""
 
@@ -125,8 +127,9 @@ def smoothed(values: Sequence[float], steps: Sequence[float], method: Method) ->
         reach = ahead if damping >= 1 else damping * (1 - damping**ahead) / (1 - damping)
         lag = max(1, round(ahead))
         squares = weight = 0.0
-        for index in range(_FIRST, len(values) - lag):
-            off = values[index + lag] - levels[index] - trends[index] * reach
+        for index in range(_FIRST, len(values) - lag - _JUDGED_BY + 1):
+            came = sum(values[index + lag : index + lag + _JUDGED_BY]) / _JUDGED_BY
+            off = came - levels[index] - trends[index] * reach
             squares = _KEEP * squares + off * off
             weight = _KEEP * weight + 1
         found.append((max(0.0, level + trend * reach), math.sqrt((squares + usual) / (weight + _BELIEF))))

@@ -17,7 +17,8 @@ _KEPT, _KEPT_STEPS = 120, 64
 """Samples of the history, and of the decode workers' steps."""
 _KV_KILOTOKEN = 4e-5
 """Seconds to read the KV of a thousand tokens in a step, before anything was measured: 128 kB a token at 3.3 TB/s."""
-_SMOOTH = 0.2
+_SMOOTH = 0.3
+_SURE, _MOST_WAITING = 0.5, 3.0
 
 
 def learn(view: PoolView, sight: Sight, config: PlannerConfig) -> Memory:
@@ -33,19 +34,31 @@ def learn(view: PoolView, sight: Sight, config: PlannerConfig) -> Memory:
         traffic.arrivals / traffic.seconds,
         traffic.prompt_tokens / traffic.seconds,
         traffic.uncached_tokens / traffic.seconds,
-        traffic.arrivals / traffic.seconds * _answer(traffic, memory),
+        _decoded(traffic, sight, memory, config),
     )
-    memory = replace(memory, history=(*memory.history, sample)[-_KEPT:])
+    memory = replace(memory, history=(*memory.history, sample)[-_KEPT:], answer=_answer(traffic, memory))
     return _learn_steps(view, sight, traffic, memory, config)
+
+
+def _decoded(traffic: Traffic, sight: Sight, memory: Memory, config: PlannerConfig) -> float:
+    """Answer tokens a second that are asked of the decode workers.
+
+    Answers last for minutes, so what is being given says more of the next minute than who arrives; and the length of
+    those that ended lately tells of a mix of requests that is past. Who waits would be given as much as those that
+    run. Where hardly anything is given yet, half of what those who arrive usually get is counted on.
+    """
+    given = traffic.output_tokens / traffic.seconds
+    loads = known_loads(sight.decode + sight.both, config)
+    running = sum(worker.running or 0 for worker in loads)
+    waiting = sum(worker.waiting or 0 for worker in loads)
+    if running and waiting:
+        given *= min(_MOST_WAITING, 1.0 + waiting / running)
+    return max(given, _SURE * traffic.arrivals / traffic.seconds * _answer(traffic, memory))
 
 
 def _answer(traffic: Traffic, memory: Memory) -> float:
     """Tokens that an answer is expected to have."""
-    before = memory.history[-1] if memory.history else None
-    known = before.output_tokens / before.arrivals if before is not None and before.arrivals > 0 else None
-    if traffic.mean_output is None:
-        return known or 0.0
-    return traffic.mean_output
+    return memory.answer if traffic.mean_output is None else traffic.mean_output
 
 
 def _learn_steps(view: PoolView, sight: Sight, traffic: Traffic, memory: Memory, config: PlannerConfig) -> Memory:
@@ -56,10 +69,10 @@ def _learn_steps(view: PoolView, sight: Sight, traffic: Traffic, memory: Memory,
         return memory
     sequences = sum(worker.running or 0 for worker in loads) / len(loads)
     tokens = sum(worker.kv_usage or 0.0 for worker in loads) / len(loads) * view.kv_tokens
-    if sequences > 0 and traffic.arrivals > 0:
-        length = traffic.prompt_tokens / traffic.arrivals + _answer(traffic, memory) / 2
-        share = min(1.5, max(0.05, tokens / sequences / max(length, 1.0)))
-        memory = replace(memory, kv_share=memory.kv_share + _SMOOTH * (share - memory.kv_share))
+    if sequences > 0:
+        held = tokens / sequences
+        usual = memory.held_tokens
+        memory = replace(memory, held_tokens=held if usual is None else usual + _SMOOTH * (held - usual))
     itl = traffic.itl
     if itl is None or not itl.count or not itl.mean_s > 0 or sequences <= 0:
         return memory
@@ -70,7 +83,7 @@ def _learn_steps(view: PoolView, sight: Sight, traffic: Traffic, memory: Memory,
 def speed(view: PoolView, memory: Memory) -> Speed:
     """How fast the pool's usual worker is."""
     rates = view.rates or Rates()
-    return Speed(rates, step_law(rates, memory.steps), view.kv_tokens, kv_share=memory.kv_share)
+    return Speed(rates, step_law(rates, memory.steps), view.kv_tokens, held_tokens=memory.held_tokens)
 
 
 def step_law(rates: Rates, seen: Sequence[StepSample]) -> StepLaw:

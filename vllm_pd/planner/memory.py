@@ -11,7 +11,7 @@ from vllm_pd.state.base import Epoch, Role, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a span of time brought, per second. Output is what those that began in it are expected to be given."""
+    """What a span of time brought, per second; output is what was asked of the decode workers."""
 
     seconds: float
     arrivals: float
@@ -111,8 +111,10 @@ class Memory:
     asked_removals: tuple[AskedRemoval, ...] = ()
     asked_starts: tuple[AskedStart, ...] = ()
     refused: tuple[Refused, ...] = ()
-    kv_share: float = 1.0
-    """KV tokens that a running sequence was seen to need, in relation to its length."""
+    answer: float = 0.0
+    """Tokens of the answers that ended last."""
+    held_tokens: float | None = None
+    """KV tokens that a running sequence was seen to hold."""
     move_s: float | None = None
     """How long changes of role took, and starts; None until one was seen."""
     start_s: float | None = None
