@@ -20,6 +20,10 @@ from vllm_pd.state.roles import Roles, WantedRole
 _OLDEST = 64
 """Jobs of the queue among which the oldest is looked for; each stream has its oldest among the first."""
 
+_NEVER_STEPPED_S = 15.0
+"""A worker that is registered for so long and has no load report has made no step yet: from its first step on its agent
+keeps a report in the store."""
+
 Start = tuple[WorkerId, Epoch]
 
 
@@ -38,6 +42,8 @@ class _PoolMemory:
     demand: DemandWatch = field(default_factory=DemandWatch)
     loads: dict[Start, _Since] = field(default_factory=dict)
     moves: dict[Start, _Since] = field(default_factory=dict)
+    silent: dict[Start, _Since] = field(default_factory=dict)
+    """Workers of which no load report was ever seen."""
 
 
 class Observer:
@@ -134,6 +140,7 @@ class Observer:
         starts = {(state.record.id, state.record.epoch) for state in workers}
         memory.loads = {start: since for start, since in memory.loads.items() if start in starts}
         memory.moves = {start: since for start, since in memory.moves.items() if start in starts}
+        memory.silent = {start: since for start, since in memory.silent.items() if start in starts}
         return tuple(_worker(memory, state, wishes.get(state.record.id), now_s) for state in workers)
 
 
@@ -157,6 +164,8 @@ def _worker(memory: _PoolMemory, state: WorkerState, wish: WantedRole | None, no
         since_s = _since(memory.loads, start, newest, now_s)
         # An idle engine makes no steps and has nothing new to say; that its report is there says that it lives.
         load_age_s = now_s - since_s if running or waiting else 0.0
+    elif start not in memory.loads and now_s - _since(memory.silent, start, None, now_s) >= _NEVER_STEPPED_S:
+        running, waiting, kv_usage, load_age_s = 0, 0, 0.0, 0.0
     return WorkerView(
         record.id,
         record.epoch,
