@@ -86,7 +86,7 @@ def _wave(at: float, period: float) -> float:
 
 
 def _sinusoid_all(at: float) -> float:
-    return 1.0 + 0.2 * _wave(at, 1500.0)
+    return 0.85 * (1.0 + 0.4 * _wave(at, 1500.0))
 
 
 def _sinusoid_reading(at: float) -> float:
