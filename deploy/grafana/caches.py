@@ -128,7 +128,7 @@ STORE = Row(
     "Store and block index",
     (
         Panel(
-            "Store",
+            "Store reached",
             "1: the router (or planner) reaches it. At 0 all serves from memory: no worker joins, no role moves.",
             (
                 Query("vllm_pd_router_store_up", "router {{instance}}"),
