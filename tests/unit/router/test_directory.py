@@ -10,7 +10,7 @@ from vllm_pd.router.directory import LAST_RESORT_S, Directory
 from vllm_pd.router.worker import Source, Worker
 from vllm_pd.routing.model import NO_OVERLAP, Ask
 from vllm_pd.state import Epoch, Holder, PoolSpec, Role, WorkerId, WorkerLoad, WorkerRecord, WorkerState
-from vllm_pd.state.base import RouterWork
+from vllm_pd.state.base import MoveState, RoleMove, RouterWork
 
 SPEC = PoolSpec("m", "", "bf16", "auto", "nhd", 32, "sha256_cbor", "0.32.0")
 OTHER = replace(SPEC, model="other")
@@ -337,3 +337,42 @@ def test_a_worker_that_left_is_tried_for_its_own_model_only(directory: Directory
     directory.replace(Source.STORE, [state("p", Role.PREFILL, spec=OTHER)])
     assert [w.id for w in directory.serving("m") or []] == ["a"]
     assert {w.id for w in directory.serving("other") or []} == {"b", "p"}
+
+
+def leaving(state: WorkerState, to: Role, *, hand_over: bool = False) -> WorkerState:
+    move = RoleMove("w", to, "operator", MoveState.DRAINING, 0, hand_over=hand_over)
+    return replace(state, record=replace(state.record, move=move))
+
+
+@pytest.mark.parametrize(
+    ("role", "to", "decodes", "hands_over"),
+    [
+        (Role.DECODE, Role.PREFILL, False, False),
+        (Role.PREFILL, Role.DECODE, False, False),
+        (Role.BOTH, Role.PREFILL, False, False),
+        (Role.BOTH, Role.DECODE, True, False),
+    ],
+)
+def test_one_on_its_way_to_another_role_does_nothing_of_what_it_leaves(
+    directory: Directory, role: Role, to: Role, decodes: bool, hands_over: bool
+) -> None:
+    directory.replace(Source.STORE, [leaving(state("a", role), to, hand_over=True)])
+    worker = only(directory)
+    assert (worker.decodes, worker.hands_over) == (decodes, hands_over)
+    assert worker.hands_off is (role.decodes and not to.decodes)
+    assert directory.count_moving()[to] == 1 and directory.count_by_role()[role] == 1
+    assert not directory.missing() or not role.decodes
+    engines = worker.engines
+    directory.replace(Source.STORE, [state("a", to)])
+    assert (worker.role, worker.decodes, worker.hands_off) == (to, to.decodes, False)
+    assert worker.engines is engines, "what is known of it stays"
+
+
+def test_one_that_is_too_busy_goes_before_one_that_leaves_and_that_before_one_in_trouble(directory: Directory) -> None:
+    directory.replace(Source.STORE, [leaving(state("a", Role.DECODE), Role.PREFILL), state("b", Role.DECODE)])
+    a, b = only_named(directory, "a"), only_named(directory, "b")
+    assert directory.serving("m") == [a, b]
+    directory.note_answer(b, 429, [])
+    assert directory.serving("m") == [a, b]
+    directory.note_failure(b, "refused")
+    assert directory.serving("m") == [a]

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.unit.sim.conftest import Client, StartHost
@@ -63,7 +64,7 @@ class Cluster:
 
     async def stream(self, name: str, tokens: int, **fields: Any) -> str:
         """The text of a whole stream; fails if it has an error."""
-        body = {"model": "mock", "prompt": f"{name} " * 40, "max_tokens": tokens, **fields}
+        body = {"model": "mock", "prompt": f"{name} " * 40, "max_tokens": tokens, "ignore_eos": True, **fields}
         events = await self.client.chunks(self.url + COMPLETION, body)
         assert not [event for event in events if "error" in event], events[-1]
         assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "length"
@@ -104,7 +105,7 @@ StartCluster = Callable[..., Awaitable[Cluster]]
 async def start(start_workers: StartHost, client: Client) -> AsyncIterator[StartCluster]:
     """Starts workers of these roles and a router on a store in memory, or on the one whose URL is given."""
     open: list[Any] = []
-    client.session._timeout = replace(client.session.timeout, total=LONG_S)
+    client.session._timeout = aiohttp.ClientTimeout(total=LONG_S)
 
     async def start(*roles: Role, store: str = "", settings: dict[str, Any] | None = None, **config: Any) -> Cluster:
         url = store or f"memory://role-moves-{next(_names)}"
@@ -171,7 +172,8 @@ async def test_back_and_forth_under_load_no_request_fails_and_no_block_stays(sta
 async def test_a_drained_worker_gets_nothing_of_what_it_left_and_all_of_what_it_took(start: StartCluster) -> None:
     cluster = await start(PREFILL, DECODE, DECODE)
     await cluster.move(2, PREFILL)
-    await cluster.see(lambda: cluster.router.directory.get(cluster.id(2)).role is PREFILL, "the router knows")  # type: ignore[arg-type, union-attr]
+    await cluster.move(0, DECODE)
+    await cluster.see(lambda: cluster.router.directory.get(cluster.id(0)).role is DECODE, "the router knows")  # type: ignore[arg-type, union-attr]
     before = cluster.workers[2].counters.generation_tokens
     await asyncio.gather(*(cluster.stream(f"p{n}", 5) for n in range(20)))
     # Each of its prompts ends with the one token of a prefill leg.
