@@ -75,6 +75,7 @@ class Cell:
                 rule=self.rule,
                 ttft_s=workload.ttft_s,
                 itl_s=workload.itl_s,
+                attainment=workload.attainment,
                 min_workers=2,
                 max_workers=WORKERS,
             )

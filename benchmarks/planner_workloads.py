@@ -50,6 +50,8 @@ class Workload:
     itl_s: float
     shifts: bool
     """Whether the mix of prompts and answers does, so that no fixed split is right all the time."""
+    attainment: float = 0.9
+    """Fraction of the requests to which it is promised, as the planner is told: about what the best split reaches."""
     seconds: float = 3600.0
     reading: Callable[[float], float] | None = None
     """Readers that arrive a second, at a time; `writing` alike. None: a trace."""
@@ -117,7 +119,9 @@ SINUSOID = Workload("sinusoid", 10.0, 0.06, True, reading=_sinusoid_reading, wri
 STEP = Workload("step", 10.0, 0.06, True, reading=_step_reading, writing=_step_writing)
 SPIKE = Workload("spike", 10.0, 0.06, True, seconds=2400.0, reading=_spike_reading, writing=_spike_writing)
 CONVERSATION, SYNTHETIC = (
-    Workload(f"{name} trace", 3.0, 0.015, False, trace=name, speed=2.0, timing=TimingModel(), engine=EngineConfig())
+    Workload(
+        f"{name} trace", 3.0, 0.015, False, 0.97, trace=name, speed=2.0, timing=TimingModel(), engine=EngineConfig()
+    )
     for name in ("conversation", "synthetic")
 )
 WORKLOADS = (SINUSOID, STEP, SPIKE, CONVERSATION, SYNTHETIC)
