@@ -293,7 +293,8 @@ def how_it_ended(process: ManagedProcess) -> str:
     """`ended with status 1 (ValueError: ...)`: completes a sentence that begins with its name."""
     code = process.returncode
     if code is not None and code < 0:
-        how = f"was ended by {signal.Signals(-code).name if -code in iter(signal.Signals) else f'signal {-code}'}"
+        known = {int(number): number.name for number in signal.Signals}
+        how = f"was ended by {known.get(-code, f'signal {-code}')}"
     else:
         how = f"ended with status {code}"
     cause = process.cause()
