@@ -17,10 +17,12 @@ _FULL = 0.9
 """Fraction of KV blocks in use that is planned with: what running answers still need is in the rest."""
 _REACHABLE = 1.5
 """A target that not even an idle worker meets is planned with as so many times what an idle worker takes."""
+_UNEVEN = 0.05
+"""Variance of a decode worker's share of the sequences, over the share."""
 _WORKED_OFF_S, _MOST_BACKLOG = 60.0, 0.5
 """In what time that which waits already is to be worked off, and the part of what keeps arriving that is planned for it
 at most: where all are overloaded, what waits says only where it waits."""
-_IRREGULAR = 2.0
+IRREGULAR = 2.0
 """Mean square of prompt lengths over the square of their mean: they are irregular, as of an exponential law."""
 
 
@@ -90,7 +92,7 @@ def prefill_side(demand: Demand, speed: Speed, config: PlannerConfig, most: int,
         cached = max(0.0, demand.prompt_tokens - demand.uncached_tokens) / arrivals
     variable = (
         new * (rates.prefill_token + cached * rates.prefill_context)
-        + new * new * _IRREGULAR * 0.5 * rates.prefill_square
+        + new * new * IRREGULAR * 0.5 * rates.prefill_square
     ) * speed.prefill_factor
     fixed = rates.prefill_base * speed.prefill_factor
     service = fixed + variable
@@ -109,7 +111,7 @@ def prefill_side(demand: Demand, speed: Speed, config: PlannerConfig, most: int,
             ok.append(0.0)
             continue
         waits = blocked / (1.0 - load / workers * (1.0 - blocked))
-        leaves = (workers - load) / max(service, 1e-9) * 2.0 / _IRREGULAR
+        leaves = (workers - load) / max(service, 1e-9) * 2.0 / IRREGULAR
         ok.append(max(ok[-1], _in_time(waits, leaves, variable, target - before)))
     alone = _in_time(0.0, 1.0, variable, target - before)
     return Side(flow, tuple(ok), alone, floor, target, reachable, 1.0 / max(per_token, 1e-12))
@@ -158,7 +160,8 @@ def decode_side(demand: Demand, speed: Speed, config: PlannerConfig, most: int) 
             ok.append(0.0)
             continue
         streams = here * step.base / (1.0 - busy)
-        spread = math.sqrt(max(streams, 1.0))
+        # Routers even out what chance gives one worker more than the next; what it gives to all of them is left.
+        spread = math.sqrt(max(streams, 1.0) * (1.0 / workers + _UNEVEN))
         ok.append(max(ok[-1], _normal((limit - streams) / spread)))
     return Side(load, tuple(ok), _normal(limit - 1.0), floor, target, reachable, limit)
 

@@ -75,9 +75,9 @@ def ahead(forecast: Forecast, in_s: float) -> str:
     """What is expected."""
     demand = forecast.demand
     return (
-        f"In {in_s:.0f} s {demand.arrivals:.2f} requests a second are expected, give or take {forecast.spread:.0%}, "
-        f"with {demand.uncached_tokens:.0f} tokens to prefill and {demand.output_tokens:.0f} to decode a second "
-        f"({forecast.by})."
+        f"In {in_s:.0f} s {demand.arrivals:.2f} requests a second are expected, with "
+        f"{demand.uncached_tokens:.0f} tokens to prefill a second, give or take {forecast.prefill_spread:.0%}, and "
+        f"{demand.output_tokens:.0f} to decode, give or take {forecast.decode_spread:.0%} ({forecast.by})."
     )
 
 

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_pd.planner.capacity import Demand
+from vllm_pd.planner.capacity import IRREGULAR, Demand
 from vllm_pd.planner.memory import Sample
 
 _FIRST = 6
 """Samples before the first expectation that is judged."""
-_USUAL_SPREAD, _LEAST_SPREAD, _MOST_SPREAD = 0.25, 0.05, 0.6
-_BELIEF = 8
+_USUAL_SPREAD, _LEAST_SPREAD, _MOST_SPREAD = 0.2, 0.05, 0.6
+_BELIEF = 5
 """Judged expectations that the usual spread is worth."""
 _KEEP = 0.98
 """What a judgement still weighs when the next one was made."""
@@ -49,25 +49,32 @@ class Forecast:
     """A guess and how good such guesses were."""
 
     demand: Demand
-    spread: float
-    """Relative standard deviation."""
+    prefill_spread: float
+    """Relative standard deviation of the tokens to prefill, and to decode. What chance gives one minute more than
+    the next is not in it: queues are planned with that."""
+    decode_spread: float
     by: str
     """The method, for an explanation."""
+
+    @property
+    def spreads(self) -> tuple[float, float]:
+        return self.prefill_spread, self.decode_spread
 
 
 def forecasts(history: Sequence[Sample], ahead_s: Sequence[float]) -> list[Forecast]:
     """The demand in so many seconds, for each; nothing with the usual spread where nothing was seen."""
     if not history:
-        return [Forecast(Demand(), _USUAL_SPREAD, "nothing was seen yet") for _ in ahead_s]
+        return [Forecast(Demand(), _USUAL_SPREAD, _USUAL_SPREAD, "nothing was seen yet") for _ in ahead_s]
     each = max(sum(sample.seconds for sample in history) / len(history), 1e-3)
     steps = [max(0.0, seconds / each) for seconds in ahead_s]
     series = [best_guesses([get(sample) for sample in history], steps) for get in _SERIES]
     found = []
     for arrivals, prompt, uncached, output in zip(*series, strict=True):
         demand = Demand(arrivals.value, prompt.value, min(uncached.value, prompt.value), output.value)
-        # Requests and their lengths are off together more often than not: the worst says how far.
-        spread = max(arrivals.spread, uncached.spread, output.spread)
-        found.append(Forecast(demand, spread, arrivals.by))
+        count = max(sum(sample.arrivals for sample in history) / len(history) * each * _JUDGED_BY, 1e-9)
+        prefill = _without_chance(uncached.spread, IRREGULAR / count)
+        decode = max(_LEAST_SPREAD, output.spread)
+        found.append(Forecast(demand, prefill, decode, arrivals.by))
     return found
 
 
@@ -77,6 +84,10 @@ _SERIES: tuple[Callable[[Sample], float], ...] = (
     lambda sample: sample.uncached_tokens,
     lambda sample: sample.output_tokens,
 )
+
+
+def _without_chance(spread: float, variance: float) -> float:
+    return max(_LEAST_SPREAD, math.sqrt(max(0.0, spread * spread - variance)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +113,7 @@ def best_guesses(values: Sequence[float], steps: Sequence[float]) -> list[Guess]
             if its[index][1] < _CLEARLY * off:
                 method, (value, off) = other, its[index]
         spread = off / scale if scale > 0 else _USUAL_SPREAD
-        found.append(Guess(value, min(_MOST_SPREAD, max(_LEAST_SPREAD, spread)), method.name))
+        found.append(Guess(value, min(_MOST_SPREAD, spread), method.name))
     return found
 
 

@@ -32,7 +32,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     most = max(config.max_workers, sight.total, 2)
     waiting = float(view.queue.tokens) if view.queue else 0.0
     near, far = forecasts(memory.history, (soon_s, late_s))
-    soon = outlook(near.demand, near.spread, pace, config, most, waiting)
+    soon = outlook(near.demand, near.spreads, pace, config, most, waiting)
     reasons = [*explain.seen(view, config), *explain.able(pace, soon, config)]
     reasons.append(explain.ahead(near, soon_s))
     numbers = explain.numbers(near.demand, soon, sight)
@@ -42,7 +42,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     now = fitted(soon, present, either)
     target = at_hand
     if config.mode is Mode.SCALE:
-        late = outlook(far.demand, far.spread, pace, config, most)
+        late = outlook(far.demand, far.spreads, pace, config, most)
         reasons.append(explain.ahead(far, late_s))
         need, over = _need(soon, late, config)
         memory = _remember_need(memory, need.total, config)

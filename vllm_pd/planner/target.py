@@ -60,15 +60,21 @@ class Outlook:
 
 
 def outlook(
-    demand: Demand, spread: float, speed: Speed, config: PlannerConfig, most: int, backlog_tokens: float = 0.0
+    demand: Demand,
+    spread: tuple[float, float],
+    speed: Speed,
+    config: PlannerConfig,
+    most: int,
+    backlog_tokens: float = 0.0,
 ) -> Outlook:
-    """For up to `most` workers of each kind. `spread` is the relative standard deviation of the guess."""
+    """For up to `most` workers of each kind. `spread`: relative standard deviations of the guess, for what is to be
+    prefilled and for what is to be decoded; both are off the same way."""
     total = sum(_WEIGHTS)
     sides = []
     for z, weight in zip(_DEVIATIONS, _WEIGHTS, strict=True):
-        scaled = _times(demand, math.exp(spread * z))
-        left = prefill_side(scaled, speed, config, most, backlog_tokens)
-        sides.append((weight / total, left, decode_side(scaled, speed, config, most)))
+        left = prefill_side(_times(demand, math.exp(spread[0] * z)), speed, config, most, backlog_tokens)
+        right = decode_side(_times(demand, math.exp(spread[1] * z)), speed, config, most)
+        sides.append((weight / total, left, right))
     _, left, right = sides[len(sides) // 2]
     reachable = sum(weight * prefill.ok_alone * decode.ok_alone for weight, prefill, decode in sides)
     return Outlook(left, right, tuple(sides), reachable)

@@ -192,9 +192,9 @@ def test_scaling_comes_to_rest(pattern: str, start_s: float) -> None:
     config = replace(SCALE, start_s=start_s)
     world.run(config, 150, check=lambda view, plan, world: sizes.append(len(world.workers) + len(world.starting)))
     late = sizes[100:]
-    assert max(late) - min(late) <= 1
+    assert max(late) - min(late) <= 2
     turns = [b - a for a, b in pairwise(late) if a != b]
-    assert len(turns) <= 2
+    assert all(turn < 0 for turn in turns) or all(turn > 0 for turn in turns), "no coming and going"
 
 
 def test_a_sinusoid_is_followed_without_trembling() -> None:
