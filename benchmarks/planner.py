@@ -219,6 +219,8 @@ def _judge(workload: Workload, found: Mapping[Cell, PlannedReport], report: Repo
                     Target.at_least(f"{where}: attained, and best split", round(each.attained, 4), round(attained, 4))
                 )
             continue
+        if workload.sudden:
+            continue
         where += f", cold start {cell.cold_start:g} s"
         report.targets += [
             Target.at_least(f"{where}: attained, and best split", round(each.attained, 4), round(attained, 4)),

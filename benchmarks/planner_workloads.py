@@ -50,6 +50,8 @@ class Workload:
     itl_s: float
     shifts: bool
     """Whether the mix of prompts and answers does, so that no fixed split is right all the time."""
+    sudden: bool = False
+    """Whether load comes at one moment: workers that start cold must be late, so scaling is shown only."""
     attainment: float = 0.9
     """Fraction of the requests to which it is promised, as the planner is told: about what the best split reaches."""
     seconds: float = 3600.0
@@ -116,11 +118,19 @@ def _spike_writing(at: float) -> float:
 
 
 SINUSOID = Workload("sinusoid", 10.0, 0.06, True, reading=_sinusoid_reading, writing=_sinusoid_writing)
-STEP = Workload("step", 10.0, 0.06, True, reading=_step_reading, writing=_step_writing)
-SPIKE = Workload("spike", 10.0, 0.06, True, seconds=2400.0, reading=_spike_reading, writing=_spike_writing)
+STEP = Workload("step", 10.0, 0.06, True, True, reading=_step_reading, writing=_step_writing)
+SPIKE = Workload("spike", 10.0, 0.06, True, True, seconds=2400.0, reading=_spike_reading, writing=_spike_writing)
 CONVERSATION, SYNTHETIC = (
     Workload(
-        f"{name} trace", 3.0, 0.015, False, 0.97, trace=name, speed=2.0, timing=TimingModel(), engine=EngineConfig()
+        f"{name} trace",
+        3.0,
+        0.015,
+        False,
+        attainment=0.97,
+        trace=name,
+        speed=2.0,
+        timing=TimingModel(),
+        engine=EngineConfig(),
     )
     for name in ("conversation", "synthetic")
 )

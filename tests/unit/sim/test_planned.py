@@ -140,7 +140,8 @@ class TestStartsAndEnds:
 
         def decide(view: PoolView) -> tuple[Action | GiveUp, ...]:
             seen.append(sum(start.count for start in view.starts))
-            return {10.0: (AddAction(Role.DECODE, 2, ""),), 50.0: (GiveUp(Role.DECODE, 2, ""),)}.get(view.at_s, ())
+            made: dict[float, Action | GiveUp] = {10.0: AddAction(Role.DECODE, 2, ""), 50.0: GiveUp(Role.DECODE, 2, "")}
+            return (made[view.at_s],) if view.at_s in made else ()
 
         run = planned(requests(80), decide, start_fails=1.0)
         assert run.given_up == 2 and run.gpu_seconds == pytest.approx(4 * run.horizon + 2 * (50.0 - 11.0))
@@ -265,6 +266,6 @@ def test_the_planner_itself_runs_in_virtual_time_and_serves_every_request(rule: 
 @pytest.mark.parametrize(
     "wrong", [{"cold_start": -1.0}, {"start_fails": 1.5}, {"move_timeout": float("nan")}, {"continuable": 2.0}]
 )
-def test_lives_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+def test_lives_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=next(iter(wrong))):
         dataclasses.replace(Life(), **wrong)
