@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from vllm_pd.sim.cluster import Served
-from vllm_pd.sim.planned import PlannedRun
+from vllm_pd.sim.planned_run import PlannedRun
 from vllm_pd.sim.report import cluster_name, percentile
 
 

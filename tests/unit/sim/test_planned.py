@@ -13,9 +13,10 @@ from vllm_pd.planner.config import PlannerConfig, Rule
 from vllm_pd.planner.memory import Memory
 from vllm_pd.planner.model import Action, AddAction, GiveUp, Mode, MoveAction, Plan, PoolView, RemoveAction
 from vllm_pd.sim.cluster import Cluster, ClusterConfig
-from vllm_pd.sim.planned import PlannedCluster, PlannedRun, State
+from vllm_pd.sim.planned import PlannedCluster
 from vllm_pd.sim.planned_config import Life, PlannedConfig
 from vllm_pd.sim.planned_report import mean_itl, planned_table, summarize_planned
+from vllm_pd.sim.planned_run import PlannedRun, State
 from vllm_pd.sim.trace import TraceRequest, make_trace
 from vllm_pd.state.base import Epoch, Role, WorkerId
 
