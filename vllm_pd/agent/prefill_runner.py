@@ -282,6 +282,9 @@ class PrefillRunner:
 
     async def _drop_cancelled(self) -> None:
         """Have vLLM give up what nobody waits for any more."""
+        if not self._wanted and not self._jobs and not self._refused:
+            await self._sleep(_STORE_PAUSE_S[1])
+            return
         ids = set(await self._queue.cancelled(self._pool, self._me, wait_ms=int(_CANCELLED_WAIT_S * 1000)))
         for job in self._jobs:
             if job.claim.job.id in ids:
