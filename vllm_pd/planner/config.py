@@ -48,7 +48,7 @@ class PlannerConfig:
     """Target: from a request's arrival to its first token."""
     itl_s: float = 0.05
     """Target: between two tokens of an answer."""
-    attainment: float = 0.95
+    attainment: float = 0.9
     """Fraction of the requests that are to meet both targets."""
     min_workers: int = 2
     """Of a pool, in the mode `scale`."""
@@ -67,7 +67,7 @@ class PlannerConfig:
     """After a change that moved roles one way: none of the other way for three times as long, none at all for as
     long; a change that is plainly needed does not wait for the second."""
     remove_after_s: float = 120.0
-    """Workers are taken away once for so long no step wanted as many as there are."""
+    """Workers are taken away once no step wanted as many as there are for so long, or for as long as a start takes."""
     payback_s: float = 120.0
     """A move must bring more within this time than it costs while it lasts."""
     stale_s: float = 30.0

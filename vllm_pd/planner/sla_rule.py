@@ -19,6 +19,9 @@ from vllm_pd.state.base import Role
 _EASED = 1.15
 """Where nearly nothing meets its targets, a move must make the worse kind's strain so many times less."""
 _LOST = 0.5
+_LEAST_SURPRISE, _MOST_SURPRISE, _SURPRISED_S = 0.1, 0.4, 1000.0
+"""Relative standard deviation of a guess beyond which no workers are started for it: as a start's seconds over these,
+within bounds."""
 
 
 def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
@@ -42,9 +45,10 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     now = fitted(soon, present, either)
     target = at_hand
     if config.mode is Mode.SCALE:
-        late = outlook(far.demand, far.spreads, pace, config, most)
+        calm = outlook(near.demand, _capped(near.spreads, memory, config), pace, config, most, waiting)
+        late = outlook(far.demand, _capped(far.spreads, memory, config), pace, config, most)
         reasons.append(explain.ahead(far, late_s))
-        need, over = _need(soon, late, config)
+        need, over = _need(calm, late, config)
         memory = _remember_need(memory, need.total, config)
         sight = replace(sight, memory=memory)
         reasons.append(explain.need(need, sight.total, config))
@@ -64,6 +68,14 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     return Decision(memory, tuple(actions), verdict, tuple(reasons), numbers)
 
 
+def _capped(spreads: tuple[float, float], memory: Memory, config: PlannerConfig) -> tuple[float, float]:
+    """A total is not planned for every surprise: moves answer those, and the next step may ask for more. The longer a
+    start takes, the less it may."""
+    start_s = memory.start_s or config.start_s
+    most = min(_MOST_SURPRISE, max(_LEAST_SURPRISE, start_s / _SURPRISED_S))
+    return min(most, spreads[0]), min(most, spreads[1])
+
+
 def fitted(soon: Outlook, present: Split, either: int) -> Split:
     """The split as it works: workers that do both turn to what there is more of."""
     if not either:
@@ -78,15 +90,20 @@ def _need(soon: Outlook, late: Outlook, config: PlannerConfig) -> tuple[Need, Ou
 
 
 def _remember_need(memory: Memory, workers: int, config: PlannerConfig) -> Memory:
-    oldest = memory.clock - config.remove_after_s
+    oldest = memory.clock - _rest(memory, config)
     kept = tuple(each for each in memory.needs if each.at >= oldest)
     since = memory.clock if memory.needs_since is None else memory.needs_since
     return replace(memory, needs=(*kept, NeedSample(memory.clock, workers)), needs_since=since)
 
 
+def _rest(memory: Memory, config: PlannerConfig) -> float:
+    """Seconds that workers must have been too many before one goes: what takes long to come back stays longer."""
+    return max(config.remove_after_s, memory.start_s or config.start_s)
+
+
 def _enough(memory: Memory, config: PlannerConfig, at_hand: int) -> int:
     """The most that was wanted lately; all that are there until that is known for long enough."""
-    if memory.needs_since is None or memory.clock - memory.needs_since < config.remove_after_s:
+    if memory.needs_since is None or memory.clock - memory.needs_since < _rest(memory, config):
         return at_hand
     return max(each.workers for each in memory.needs)
 
@@ -175,7 +192,7 @@ def _remove(
     held_back: list[str],
 ) -> list[Action]:
     surplus = present.total + either - target
-    why = f"for {config.remove_after_s:.0f} s {target} workers would have been enough"
+    why = f"for {_rest(sight.memory, config):.0f} s {target} workers would have been enough"
     if not present.total:
         return list(removals(sight, Role.BOTH, surplus, why, config))
     if target < 2:
