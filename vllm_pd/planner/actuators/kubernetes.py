@@ -228,7 +228,11 @@ class KubernetesActuator:
             for pod in pods:
                 # One that comes up in this moment is still the one that goes.
                 await cluster.mark(pod, labels={}, annotations={model.DELETION_COST: model.LOWEST_COST})
-            before, after = await self._rescale(cluster, workload, lambda replicas, n=less: replicas - n, scale)
+
+            def fewer(replicas: int, by: int = less) -> int:
+                return replicas - by
+
+            before, after = await self._rescale(cluster, workload, fewer, scale)
             said.append(f"{workload} goes from {before} to {after} replicas.")
             count -= less
         return Outcome(True, " ".join(said) or f"No {role} worker is on its way any more.")
