@@ -49,7 +49,8 @@ def test_long_prompts_bring_workers_to_prefill_and_long_answers_to_decode() -> N
 def test_every_step_says_what_it_saw_expected_needs_and_why_nothing_is_done() -> None:
     plans, _ = steady(Load(2.0, 500, 100), 4, 4).run(FIXED, 6)
     said = " ".join(plans[-1].reasons)
-    for part in ("requests a second arrived", "TTFT was", "ITL was", "are expected, with", "give or take", "workers busy"):
+    parts = ("requests a second arrived", "TTFT was", "ITL was", "are expected, with", "give or take", "workers busy")
+    for part in parts:
         assert part in said
     assert not plans[-1].actions and plans[-1].verdict
     assert plans[-1].numbers["arrivals_per_s"] == pytest.approx(2.0)
