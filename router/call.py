@@ -98,6 +98,8 @@ class Call:
     """How many of the stream's workers were lost; those that it was taken from for another reason do not count."""
     limit: int = 0
     """Tokens that the whole answer may have, where this continues one."""
+    next_look: float = 0.0
+    """When it may be asked again whether its stream ends with a whole character, `time.monotonic()`."""
     stays: bool = False
     """It was found to be none that another worker could go on with exactly."""
     broken: Broken | None = None

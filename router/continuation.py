@@ -42,6 +42,8 @@ LONGEST_CHARACTER = 4
 LOOKED_AT = 32
 """Tokens at the end of the answer that are turned into text to see whether a character is incomplete."""
 CHECK_S = 2.0
+LOOK_EVERY_S = 0.25
+"""Between two looks at whether a stream that is to be handed over ends with a whole character."""
 MAX_TEXT = 1 << 16
 
 _log = logging.getLogger(__name__)
@@ -221,18 +223,36 @@ class Continuation:
             _log.info("%s: its stream was %s as %s", call.id, outcome, following.id)
             broken = following.broken
 
-    def may_leave(self, call: Call, worker: Worker) -> bool:
-        """Whether another worker can go on with the stream, as it stands, exactly and without asking anybody. A stream
+    async def may_leave(self, call: Call, worker: Worker) -> bool:
+        """Whether another worker can go on exactly with the stream as it stands, which nobody reads meanwhile. A stream
         for which that will never be so is marked."""
         tail, settings = call.tail, self._settings
         if tail is None or tail.off or tail.opaque or not settings.continue_streams or worker.record.penalises_answers:
             call.stays = True
             return False
-        if not tail.prompt or tail.finished or tail.unsure or tail.clean < len(tail.ids):
+        if not tail.prompt or tail.finished or tail.clean < len(tail.ids) or not self._has_other(call, worker):
             return False
         if (call.limit or self._limit(call, tail, worker)) <= tail.clean:
             call.stays = True
             return False
+        if not tail.unsure:
+            return True
+        now = time.monotonic()
+        if now < call.next_look:
+            return False
+        call.next_look = now + LOOK_EVERY_S
+        members = read_body(call.body)
+        assert members is not None
+        try:
+            async with asyncio.timeout(CHECK_S):
+                if await self._held_back(call, members, list(tail.ids[-LOOKED_AT:]), [worker]):
+                    return False
+        except (TimeoutError, _Stop):
+            return False
+        tail.unsure = False
+        return worker.hands_off and self._has_other(call, worker)
+
+    def _has_other(self, call: Call, worker: Worker) -> bool:
         return any(
             other.decodes and other.pool == worker.pool and other is not worker and not other.is_broken
             for other in self._directory.serving(call.demand.model) or ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
 from vllm_pd.router.attempt import Attempt
@@ -36,7 +36,7 @@ class Relay:
     """
 
     def __init__(
-        self, settings: RouterSettings, metrics: RouterMetrics, may_leave: Callable[[Call, Worker], bool]
+        self, settings: RouterSettings, metrics: RouterMetrics, may_leave: Callable[[Call, Worker], Awaitable[bool]]
     ) -> None:
         self._settings = settings
         self._metrics = metrics
@@ -133,7 +133,7 @@ class Relay:
                     await reply.write(data)
                 if tail.failure:
                     raise StreamLost(tail.failure)
-                if worker.hands_off and started and not call.stays and self._may_leave(call, worker):
+                if worker.hands_off and started and not call.stays and await self._may_leave(call, worker):
                     raise HandedOver("it is to do something else")
                 chunk = await answer.next_chunk(idle)
             if not tail.done and not tail.off:
