@@ -48,7 +48,7 @@ class PlannerConfig:
     """Target: from a request's arrival to its first token."""
     itl_s: float = 0.05
     """Target: between two tokens of an answer."""
-    attainment: float = 0.9
+    attainment: float = 0.95
     """Fraction of the requests that are to meet both targets."""
     min_workers: int = 2
     """Of a pool, in the mode `scale`."""
