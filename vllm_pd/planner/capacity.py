@@ -56,8 +56,6 @@ class Speed:
     rates: Rates
     step: StepLaw
     kv_tokens: int | None = None
-    prefill_factor: float = 1.0
-    """By how much prompts take longer than the rates say."""
     held_tokens: float | None = None
     """KV tokens that a sequence holds; None: as many as it is long."""
 
@@ -93,10 +91,10 @@ def prefill_side(demand: Demand, speed: Speed, config: PlannerConfig, most: int,
     variable = (
         new * (rates.prefill_token + cached * rates.prefill_context)
         + new * new * IRREGULAR * 0.5 * rates.prefill_square
-    ) * speed.prefill_factor
-    fixed = rates.prefill_base * speed.prefill_factor
+    )
+    fixed = rates.prefill_base
     service = fixed + variable
-    per_token = service / new if new > 0 else rates.prefill_token * speed.prefill_factor
+    per_token = service / new if new > 0 else rates.prefill_token
     flow = arrivals * service
     load = flow + min(backlog_tokens * per_token / _WORKED_OFF_S, _MOST_BACKLOG * flow)
     before = fixed + rates.transfer_base

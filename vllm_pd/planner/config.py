@@ -65,7 +65,7 @@ class PlannerConfig:
     """After that time a worker that was asked for and did not come up is given up."""
     cooldown_s: float = 20.0
     """After a change that moved roles one way: none of the other way for three times as long, none at all for as
-    long; a change that is plainly needed does not wait for the second."""
+    long; only a kind without any worker does not wait."""
     remove_after_s: float = 120.0
     """Workers are taken away once no step wanted as many as there are for so long, or for as long as a start takes."""
     payback_s: float = 120.0
