@@ -34,6 +34,8 @@ _TAIL_LINES = 15
 _TAIL_BYTES = 262144
 _CAUSE_LENGTH = 400
 _EXCEPTION = re.compile(r"\b[A-Za-z_.]+(?:Error|Exception): .+")
+_NO_CAUSE = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
+"""What did not end a process, although it may name an exception as an example."""
 
 # Without a proxy handler, http_proxy in the environment would send loopback probes to a proxy.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -194,7 +196,7 @@ class ManagedProcess:
         seldom hold the reason.
         """
         for line in self._log_lines():
-            if match := _EXCEPTION.search(line):
+            if (match := _EXCEPTION.search(line)) and not _NO_CAUSE.search(line[: match.start()]):
                 return match[0][:_CAUSE_LENGTH]
         return ""
 

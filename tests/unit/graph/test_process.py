@@ -61,7 +61,8 @@ def test_a_process_that_dies_early_fails_at_once_with_its_last_words(tmp_path: P
 
 
 def test_the_first_exception_in_the_log_is_named_as_the_cause(tmp_path: Path) -> None:
-    lines = ["Worker ERROR [x.py:1] ValueError: too little memory", *["noise"] * 30, "RuntimeError: start failed"]
+    lines = ["Worker WARNING [y.py:2] a low limit can cause errors like `OSError: Too many open files`."]
+    lines += ["Worker ERROR [x.py:1] ValueError: too little memory", *["noise"] * 30, "RuntimeError: start failed"]
     process = python(tmp_path, f"import sys; print(*{lines!r}, sep='\\n'); sys.exit(1)")
     cause = r"before it was ready \(ValueError: too little memory\); its log"
     with process, pytest.raises(ProcessError, match=cause):
