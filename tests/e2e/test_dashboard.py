@@ -85,7 +85,7 @@ def live(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "VLLM_PD_SSD_WRITES_PER_DAY": "1000",
         "VLLM_PD_LOAD_GATE": "always",
     }
-    made = tiny_cluster(tiny_model, folder, args=("--num-gpu-blocks-override", "64"), env=tiers, prefill=1, decode=1)
+    made = tiny_cluster(tiny_model, folder, args=("--num-gpu-blocks-override", "72"), env=tiers, prefill=1, decode=1)
     with made, ExitStack() as stack:
         yield Live(made, folder, stack)
     assert not made.left, f"the cluster left behind: {made.left}"
