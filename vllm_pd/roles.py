@@ -173,8 +173,8 @@ async def take_back(roles: Roles, record: WorkerRecord, wish: WantedRole) -> boo
 async def wait_for_move(registry: Registry, record: WorkerRecord, wish: WantedRole) -> Moved:
     """Wait until the worker tells the end of the move; in any case not much longer than its timeout. Never raises for a
     store that does not answer."""
-    asked, problem = time.monotonic(), ""
-    deadline = asked + wish.timeout_ms / 1000 + _TAKE_UP_S
+    seen_at, problem = time.monotonic(), ""
+    deadline = seen_at + wish.timeout_ms / 1000 + _TAKE_UP_S
     move: RoleMove | None = None
     while time.monotonic() < deadline:
         try:
@@ -184,6 +184,8 @@ async def wait_for_move(registry: Registry, record: WorkerRecord, wish: WantedRo
             state, problem = None, str(e)
         if state is not None and state.record.epoch != record.epoch:
             return Moved(False, f"Worker {record.id} was started anew in mid-move, in the role {state.record.role}.")
+        if state is not None or problem:
+            seen_at = time.monotonic()
         if state is not None:
             before, move = move, state.record.move
             if move is not None and move.id == wish.id:
@@ -191,7 +193,7 @@ async def wait_for_move(registry: Registry, record: WorkerRecord, wish: WantedRo
                     return _told(record, move)
             elif before is not None and before.id == wish.id and move is not None:
                 return Moved(False, f"Another wish has taken its place: to {move.to}, by {move.by or 'nobody'}.", move)
-        elif not problem and time.monotonic() - asked > _TAKE_UP_S:
+        elif time.monotonic() - seen_at > _TAKE_UP_S:
             return Moved(False, f"Worker {record.id} is gone.", move)
         await asyncio.sleep(_POLL_S)
     if problem:
