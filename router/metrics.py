@@ -54,7 +54,9 @@ class _DirectoryCollector(Collector):
             labels=["worker"],
         )
         blocks = GaugeMetricFamily(
-            f"{_PREFIX}_worker_kv_blocks", "Blocks of a worker's GPU-side KV cache, where it said so.", labels=["worker"]
+            f"{_PREFIX}_worker_kv_blocks",
+            "Blocks of a worker's GPU-side KV cache, where it said so.",
+            labels=["worker"],
         )
         for worker in self._directory.workers:
             models = worker.record.models
