@@ -17,6 +17,7 @@ import pytest
 
 from tests.conformance.registry import POOL
 from tests.unit.planner.loop_world import IDLE, LONG_MS, worker
+from vllm_pd.errors import StoreError
 from vllm_pd.graph.embedded_store import EmbeddedStore
 from vllm_pd.planner.journal import Step, decode_steps
 from vllm_pd.planner.service import PlannerService
@@ -316,14 +317,19 @@ async def test_a_store_that_comes_back_empty_is_led_again_and_not_believed_at_on
         await eventually(leads, "it has made a step")
         pool.store.stop()
         await asyncio.sleep(1)
-        pool.store.start()
-        await pool.register()
 
         async def hesitates() -> bool:
-            newest = await pool.newest()
+            try:
+                newest = await pool.newest()
+            except StoreError:
+                return False
             return newest is not None and "store" in newest.verdict
 
-        await eventually(hesitates, "it says that it waits for workers to register")
+        # From before it is back: that time passes while workers register.
+        seen = asyncio.create_task(eventually(hesitates, "it says that it waits for workers to register"))
+        pool.store.start()
+        await pool.register()
+        await seen
 
         async def goes_on() -> bool:
             newest = await pool.newest()

@@ -38,6 +38,7 @@ async def test_ready_lists_workers_with_role_lease_and_load(pd: PD) -> None:
         "id": pd.decode.host_port,
         "url": pd.decode.url,
         "role": "decode",
+        "moving_to": None,
         "pool": SPEC.id,
         "models": ["m"],
         "source": "store",

@@ -54,7 +54,11 @@ def test_whatever_happens_at_once_only_right_bytes_are_delivered_and_every_ticke
         rig.disk.clear()
         stats = rig.store.stats()
         assert stats.evicted_segments_total > 0 and stats.queued_load_bytes == stats.staged_bytes == 0
-        assert all(segment.pins == 0 for segment in rig.store._index.segments())
+        # A load that was given up lets go of its segment when the disk is done with it.
+        deadline = time.monotonic() + LIMIT_S
+        while any(segment.pins for segment in rig.store._index.segments()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         has = rig.stored(range(known))
         rig.get(has)
         assert len(rig.get(rig.stored(range(known))).ok) > 50
