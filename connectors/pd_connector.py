@@ -93,6 +93,8 @@ class PDConnector(MultiConnector):
         # Of the scheduler half.
         self._lease = HandoffLease(_lease_duration(expanded.kv_transfer_config))
         self._held = HeldBlocks()
+        self._kept: set[str] = set()
+        """Requests that have finished and whose blocks stay until they are said to be sent, or stored."""
         self._arrivals = HandoffArrivals()
         self._farewells = Farewells()
         self._new_leases: list[ReadLease] = []
@@ -181,6 +183,13 @@ class PDConnector(MultiConnector):
         if self._gate is not None and meta is not None and (tiers := meta.metadata[self._tiers]) is not None:
             self._gate.transferred(tiers)
         super().update_connector_output(connector_output)
+        if sent := connector_output.finished_sending:
+            # vLLM frees the blocks of each and ends the engine over one that it does not know: LMCache's connector
+            # may tell of the same request twice when its server dies.
+            connector_output.finished_sending = sent & self._kept
+            self._kept -= sent
+        # Of a request that has ended since, this frees the blocks.
+        self._kept -= connector_output.finished_recving or set()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats = super().get_kv_connector_stats()
@@ -331,6 +340,8 @@ class PDConnector(MultiConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._lease.forget(request.request_id)
         self._held.finished(request.request_id, keep_blocks)
+        if keep_blocks:
+            self._kept.add(request.request_id)
         return keep_blocks, self._lease.stamp(params, time.time())
 
     @classmethod

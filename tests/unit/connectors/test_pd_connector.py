@@ -173,7 +173,7 @@ def connector_over(nixl: FakeScheduler) -> PDConnector:
     connector._requests_to_connector, connector._extra_async_saves = {}, {}
     connector._lease, connector._nixl = HandoffLease(), 0
     connector._gate = connector._ssd = connector._tiers = None
-    connector._held, connector._new_leases = HeldBlocks(), []
+    connector._held, connector._kept, connector._new_leases = HeldBlocks(), set(), []
     connector._arrivals, connector._farewells = HandoffArrivals(), Farewells()
     connector._reads, connector._sends = ReadLeases(), None
     return connector
@@ -338,6 +338,20 @@ def test_blocks_that_were_read_are_not_let_go_again(clock: Clock) -> None:
     connector.update_connector_output(KVConnectorOutput(finished_sending={"p"}))
     connector.on_new_request(release_of("k"))
     assert told(connector).released == ()
+
+
+def test_what_is_told_to_be_sent_and_was_not_waited_for_does_not_reach_vllm(clock: Clock) -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    connector, leg = connector_over(FakeScheduler()), prefill_leg("k")
+    connector.on_new_request(leg)
+    early = KVConnectorOutput(finished_sending={"p"})
+    connector.update_connector_output(early)
+    connector.request_finished_all_groups(leg, ([1],))
+    due, again = KVConnectorOutput(finished_sending={"p", "unknown"}), KVConnectorOutput(finished_sending={"p"})
+    connector.update_connector_output(due)
+    connector.update_connector_output(again)
+    assert (early.finished_sending, due.finished_sending, again.finished_sending) == (set(), {"p"}, set())
 
 
 def test_a_release_neither_reads_blocks_nor_leaves_any(clock: Clock) -> None:
