@@ -81,8 +81,12 @@ async def test_a_job_is_done_and_its_blocks_are_held(
     params = json.loads(done.body)["kv_transfer_params"]
     assert params["remote_request_id"] in worker.holds
     await until(lambda: worker.prefill_stats and worker.prefill_stats.tokens == 0, "the job's end is counted")
-    _, page = await client.get(f"{worker.url}/metrics")
-    assert 'vllm_pd_agent_prefill_ended_total{engine="0",model_name="mock",how="done"} 1' in page
+    ended = 'vllm_pd_agent_prefill_ended_total{engine="0",model_name="mock",how="done"} 1'
+    deadline = time.monotonic() + WAIT_S
+    # The agent shows its metrics once a second.
+    while ended not in (page := (await client.get(f"{worker.url}/metrics"))[1]):
+        assert time.monotonic() < deadline, page
+        await asyncio.sleep(0.1)
     assert 'vllm_pd_agent_prefill_claimed_total{engine="0",model_name="mock",stolen="false"} 1' in page
 
 
