@@ -23,6 +23,7 @@ from tests.unit.deploy.scraping import Prometheus, answered, dashboard_queries
 from vllm_pd.graph.local import LocalCluster
 from vllm_pd.graph.ports import LOOPBACK, free_port, free_ports
 from vllm_pd.graph.process import ManagedProcess, ProcessSpec
+from vllm_pd.state import Role
 
 SPAN = "30s"
 """For `$__rate_interval`: four scrapes and more, also on a machine that is busy."""
@@ -80,13 +81,15 @@ def live(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("dashboard")
     tiers = {
         "VLLM_PD_CPU_GIB": "0.03",
-        "VLLM_PD_SSD_PATH": str(folder / "ssd"),
+        "VLLM_PD_SSD_PATH": str(folder / "ssd-decode"),
         "VLLM_PD_SSD_GIB": "0.5",
         "VLLM_PD_SSD_WRITES_PER_DAY": "1000",
         "VLLM_PD_LOAD_GATE": "always",
     }
-    made = tiny_cluster(tiny_model, folder, args=("--num-gpu-blocks-override", "72"), env=tiers, prefill=1, decode=1)
+    made = tiny_cluster(tiny_model, folder, args=("--num-gpu-blocks-override", "72"), env=tiers, decode=1)
     with made, ExitStack() as stack:
+        # A folder is one server's.
+        made.add_worker(Role.PREFILL, env={"VLLM_PD_SSD_PATH": str(folder / "ssd-prefill")})
         yield Live(made, folder, stack)
     assert not made.left, f"the cluster left behind: {made.left}"
 
