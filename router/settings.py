@@ -324,7 +324,7 @@ class RouterSettings:
         help="debug, info, warning or error",
         env="VLLM_PD_ROUTER_LOG_LEVEL",
         flag="--log-level",
-        parse=lambda raw: layered.choice("debug", "info", "warning", "error")(str(raw).lower()),
+        parse=layered.log_level,
         default="info",
     )
 

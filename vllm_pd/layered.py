@@ -213,6 +213,11 @@ def choice(*names: str) -> Callable[[Any], str]:
     return parse
 
 
+def log_level(raw: Any) -> str:
+    """Parse the name of a level, in whatever case."""
+    return choice("debug", "info", "warning", "error")(str(raw).lower())
+
+
 def boolean(raw: Any) -> bool:
     """True/false, yes/no, on/off, 1/0."""
     if isinstance(raw, bool):

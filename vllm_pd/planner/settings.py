@@ -269,7 +269,7 @@ class PlannerSettings:
         help="debug, info, warning or error",
         env="VLLM_PD_PLANNER_LOG_LEVEL",
         flag="--log-level",
-        parse=lambda raw: layered.choice("debug", "info", "warning", "error")(str(raw).lower()),
+        parse=layered.log_level,
         default="info",
     )
 
