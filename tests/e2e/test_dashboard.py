@@ -6,6 +6,7 @@ The cluster: two real workers with all tiers, which hand KV over, four without a
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import urllib.error
@@ -30,7 +31,8 @@ SPAN = "30s"
 DEADLINE_S = 900.0
 MOCK = "mock"
 FAMILIES = 7
-"""Prompts of the real workers in turn: more than the GPU holds, and than the CPU tier does."""
+"""Prompts that come again, each after so many turns, when neither GPU nor CPU tier have them any more, but the SSD."""
+PROMPT_TOKENS = 900
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -58,11 +60,12 @@ class Live:
         return stack.enter_context(ManagedProcess(spec))
 
     def busy(self) -> None:
-        """Streamed answers of both pools, the prompts of the real one coming again and again."""
+        """Streamed answers of both pools. Of the real one a prompt that is new, so that KV is handed over, and one that
+        comes again, so that the tiers have something to give back."""
         self._turn += 1
-        family = self._turn % FAMILIES
-        prompt = [3 + (n * (family + 1) + n) % 400 for n in range(900)]
-        self._ask({"model": MODEL, "prompt": [*prompt, 3 + self._turn % 400], "max_tokens": 6, "stream": True})
+        for seed in (f"new {self._turn}", f"family {self._turn % FAMILIES}"):
+            prompt = random.Random(seed).choices(range(3, 403), k=PROMPT_TOKENS)
+            self._ask({"model": MODEL, "prompt": prompt, "max_tokens": 6, "stream": True})
         for size in (40, 4000):
             body = {"model": MOCK, "prompt": f"{self._turn:06} " * (size // 7), "max_tokens": 8, "stream": True}
             self._ask(body)
@@ -80,7 +83,8 @@ class Live:
 def live(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("dashboard")
     tiers = {
-        "VLLM_PD_CPU_GIB": "0.03",
+        # 160 blocks; a turn takes 56 of them.
+        "VLLM_PD_CPU_GIB": "0.02",
         "VLLM_PD_SSD_PATH": str(folder / "ssd-decode"),
         "VLLM_PD_SSD_GIB": "0.5",
         "VLLM_PD_SSD_WRITES_PER_DAY": "1000",
