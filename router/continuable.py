@@ -118,7 +118,8 @@ _ANY = _CARRIED | _COUNTED | _SPENT
 
 
 class _Part(msgspec.Struct):
-    type: Any = "text"
+    type: Any = None
+    uuid: Any = None
 
 
 class _Message(msgspec.Struct):
@@ -170,7 +171,8 @@ def why_not(body: Mapping[str, Raw] | None, kind: PromptKind) -> str:
 
 
 def _why_not_messages(raw: Raw | None) -> str:
-    """Media stand in the prompt as ids of their own, from which nobody can tell what they were."""
+    """Media stand in the prompt as ids of their own, from which nobody can tell what they were. A part without a type,
+    or with an id, is one if another of its fields says so."""
     if raw is None:
         return PROMPT_FORM
     if bytes(raw).count(b"[") == 1:
@@ -182,7 +184,7 @@ def _why_not_messages(raw: Raw | None) -> str:
             if (
                 not isinstance(content, UnsetType)
                 and bytes(memoryview(content)[:1]) == b"["
-                and any(part.type != "text" for part in _parts.decode(content))
+                and any(part.type != "text" or part.uuid is not None for part in _parts.decode(content))
             ):
                 return MEDIA
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -78,7 +78,15 @@ def test_a_field_that_is_not_known_forbids_it() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    ['{"type":"image_url","image_url":{"url":"x"}}', '{"\\u0074ype":"image_url"}', '{"type":"input_audio"}'],
+    [
+        '{"type":"image_url","image_url":{"url":"x"}}',
+        '{"\\u0074ype":"image_url"}',
+        '{"type":"input_audio"}',
+        # vLLM takes these for images, too.
+        '{"image_url":"x"}',
+        '{"type":null,"image_url":"x"}',
+        '{"type":"text","uuid":"1","image_url":"x"}',
+    ],
 )
 def test_media_forbid_it(part: str) -> None:
     body = '{"messages":[{"role":"user","content":[{"type":"text","text":"a"},' + part + "]}]}"
