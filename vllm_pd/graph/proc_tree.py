@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 PROC = Path("/proc")
 SHM = Path("/dev/shm")
 _DEAD_STATES = frozenset("ZX")
+_CLOCK_SLACK_S = 0.05
+"""Starts are known to the clock tick, and so are the times of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class _Stat:
 
 def _read_stat(pid: int) -> _Stat | None:
     try:
-        text = (PROC / str(pid) / "stat").read_text()
+        # Whoever runs on this machine may have given a process a name that is no text.
+        text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
     # The name, in parentheses, may hold spaces and parentheses itself; what follows the last one is regular.
@@ -83,9 +87,10 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def send(processes: Iterable[ProcessId], number: signal.Signals) -> None:
-    """Signal those that still run. A pid that was reused meanwhile is left alone."""
+    """Signal those that still run. A pid that was reused meanwhile is left alone, and so is one that is not ours to
+    signal."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             handle = os.pidfd_open(process.pid)
             try:
                 # The handle pins the process, so what is checked now is what gets the signal.
@@ -104,7 +109,7 @@ def shared_memory(processes: Iterable[ProcessId]) -> frozenset[str]:
     for process in processes:
         folder = PROC / str(process.pid)
         with contextlib.suppress(OSError):
-            for line in (folder / "maps").read_text().splitlines():
+            for line in (folder / "maps").read_text(errors="replace").splitlines():
                 # address, permissions, offset, device, inode, path
                 fields = line.split(maxsplit=5)
                 if fields[-1].startswith(f"{SHM}/"):
@@ -115,6 +120,20 @@ def shared_memory(processes: Iterable[ProcessId]) -> frozenset[str]:
                     if str(entry.readlink()).startswith(f"{SHM}/"):
                         inodes.add(entry.stat().st_ino)
     return frozenset(str(path) for path, inode in _shared_memory_files() if inode in inodes)
+
+
+def made_since(paths: Iterable[str], started: int) -> frozenset[str]:
+    """Those of the files that did not exist before a process that was started then (see `ProcessId`): a file that was
+    there before, a model that is kept in memory say, is not what the process would leave.
+    """
+    boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    earliest = boot + started / os.sysconf("SC_CLK_TCK") - _CLOCK_SLACK_S
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if Path(path).lstat().st_ctime >= earliest:
+                found.append(path)
+    return frozenset(found)
 
 
 def _shared_memory_files() -> list[tuple[Path, int]]:

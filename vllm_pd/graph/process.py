@@ -217,7 +217,7 @@ class ManagedProcess:
             return
         members = proc_tree.family(self._leader)
         self._seen.processes |= members
-        self._seen.shm |= proc_tree.shared_memory(members)
+        self._seen.shm |= proc_tree.made_since(proc_tree.shared_memory(members), self._leader.started)
 
     def terminate(self) -> None:
         """Ask it to end (SIGTERM to the process alone: it ends its children in its own order). Returns at once."""
@@ -265,8 +265,8 @@ class ManagedProcess:
         return frozenset(process for process in self._seen.processes if proc_tree.is_alive(process))
 
     def left_shared_memory(self) -> frozenset[str]:
-        """Files in /dev/shm that its family was seen to use, that still exist, and that no other program uses: a
-        cache server's memory, which workers map, is not theirs to leave or to remove."""
+        """Files in /dev/shm that its family was seen to use, that are not older than it, that still exist, and that no
+        other program uses: a cache server's memory, which workers map, is not theirs to leave or to remove."""
         left = frozenset(path for path in self._seen.shm if Path(path).exists())
         if not left:
             return left

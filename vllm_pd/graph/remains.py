@@ -45,6 +45,7 @@ def end(record: Record, *, grace_s: float = GRACE_S, waiting: Callable[[int], No
     left = living(record)
     if not left:
         return
+    since = min(process.started for process in left | {started.id for started in record.processes})
     memory = set(proc_tree.shared_memory(left))
     # Leaders alone are asked: they end their children in their own order.
     leaders = {started.id for started in record.processes} & left or left
@@ -60,7 +61,7 @@ def end(record: Record, *, grace_s: float = GRACE_S, waiting: Callable[[int], No
     while (left := living(record)) and time.monotonic() < deadline:
         proc_tree.send(left, signal.SIGKILL)
         time.sleep(_POLL_S)
-    unused = memory - proc_tree.shared_memory(proc_tree.everyone())
+    unused = proc_tree.made_since(memory, since) - proc_tree.shared_memory(proc_tree.everyone())
     for path in unused:
         with contextlib.suppress(OSError):
             Path(path).unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_pd.graph import proc_tree
 from vllm_pd.graph.ports import free_port, is_listening
 from vllm_pd.graph.proc_tree import ProcessId, identify, is_alive, send
 from vllm_pd.graph.process import ManagedProcess, ProcessError, ProcessSpec
@@ -175,6 +177,8 @@ def test_shared_memory_that_a_killed_process_leaves_is_known(tmp_path: Path) -> 
 
 def test_shared_memory_of_another_program_is_not_what_a_process_left(tmp_path: Path) -> None:
     theirs = shared_memory.SharedMemory(create=True, size=4096)
+    # Longer than two clock ticks.
+    time.sleep(0.2)
     code = (
         "import time; from multiprocessing import shared_memory as s, resource_tracker as r;"
         f"m=s.SharedMemory('{theirs.name}'); r.unregister(m._name,'shared_memory'); print('mapped'); time.sleep(600)"
@@ -184,10 +188,26 @@ def test_shared_memory_of_another_program_is_not_what_a_process_left(tmp_path: P
             process.wait_ready(prints(process, "mapped"), deadline_s=WAIT_S)
             process.kill()
             assert not process.left_shared_memory()
+            # Nobody uses it now, and still it is not ours: it was there before the process was.
             theirs.close()
-            assert process.left_shared_memory() == {f"/dev/shm/{theirs.name}"}
+            assert not process.left_shared_memory()
     finally:
         theirs.unlink()
+
+
+def test_a_file_in_dev_shm_that_was_there_before_survives_the_process_that_read_it(tmp_path: Path) -> None:
+    """A model that somebody keeps in memory, say."""
+    model = Path(f"/dev/shm/vllm_pd_test_model_{os.getpid()}")
+    model.write_bytes(bytes(4096))
+    time.sleep(0.2)
+    try:
+        with python(tmp_path, f"import time; f=open({str(model)!r}); print('reads'); time.sleep(600)") as process:
+            process.wait_ready(prints(process, "reads"), deadline_s=WAIT_S)
+            assert str(model) in proc_tree.shared_memory([process.leader])  # type: ignore[list-item]
+            process.kill()
+            assert not process.left_shared_memory()
+    finally:
+        model.unlink()
 
 
 def test_a_semaphore_is_known_although_it_was_made_under_another_name(tmp_path: Path) -> None:
@@ -199,6 +219,37 @@ def test_a_semaphore_is_known_although_it_was_made_under_another_name(tmp_path: 
         process.stop(grace_s=0)
         for left in process.left_shared_memory():
             Path(left).unlink()
+
+
+def test_a_stranger_with_a_name_that_is_no_text_hides_nobody(tmp_path: Path) -> None:
+    program = tmp_path / os.fsdecode(b"\xff\xfe")
+    program.symlink_to("/bin/sleep")
+    stranger = subprocess.Popen([program, "600"])
+    try:
+        with python(tmp_path, WITH_CHILD + "time.sleep(600)") as process:
+            process.wait_ready(prints(process, "child"), deadline_s=WAIT_S)
+            assert len(proc_tree.everyone()) > 2
+            assert identify(stranger.pid) is not None
+        assert not process.left_processes()
+    finally:
+        stranger.kill()
+        stranger.wait(WAIT_S)
+
+
+def test_one_that_may_not_be_signalled_does_not_save_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = identify(os.getpid())
+    assert mine is not None
+    told = []
+
+    def refuse(handle: int, number: int) -> None:
+        told.append(handle)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    send([mine, mine], signal.SIGTERM)
+    assert len(told) == 2
 
 
 def test_a_signal_for_a_reused_pid_hits_nobody() -> None:
