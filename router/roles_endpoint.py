@@ -31,6 +31,7 @@ _STATUS = {
     Verdict.ALREADY: HTTPStatus.OK,
     Verdict.UNKNOWN: HTTPStatus.NOT_FOUND,
     Verdict.HELD: HTTPStatus.CONFLICT,
+    Verdict.DEPOSED: HTTPStatus.CONFLICT,
     Verdict.UNABLE: HTTPStatus.CONFLICT,
     Verdict.LAST: HTTPStatus.CONFLICT,
 }

@@ -55,7 +55,9 @@ class Verdict(StrEnum):
     UNKNOWN = "unknown"
     """No such worker is registered, or not this start of it."""
     HELD = "held"
-    """A person has asked for the role that it has."""
+    """A person has asked for the role that it has, or that it is to have."""
+    DEPOSED = "deposed"
+    """Another planner decides about its pool by now."""
     UNABLE = "unable"
     """It cannot do that kind of work."""
     LAST = "last"
@@ -104,6 +106,7 @@ async def request_move(
     to: Role | None,
     *,
     by: str = OPERATOR,
+    term: int = 0,
     epoch: Epoch | None = None,
     timeout_s: float = 0.0,
     force: bool = False,
@@ -114,6 +117,7 @@ async def request_move(
         worker: its id (`host:port`) or its URL.
         to: the role; None: let planners move it again.
         by: who asks.
+        term: of the planner's leadership, where a planner asks: the store refuses one that was deposed.
         epoch: only this start of it.
         timeout_s: after which the move is undone unless it has finished; 0: `DEFAULT_TIMEOUT_S`.
         force: also if nobody who prefills, or decodes, is left in its pool.
@@ -133,8 +137,9 @@ async def request_move(
     record = state.record
     if epoch is not None and record.epoch != epoch:
         return Asked(Verdict.UNKNOWN, f"Worker {record.id} has been started anew meanwhile.", record)
+    held = Asked(Verdict.HELD, f"Worker {record.id} is held in its role by hand (`vllm-pd role`).", record)
     if by == PLANNER and is_held(record):
-        return Asked(Verdict.HELD, f"Worker {record.id} is held in its role by hand (`vllm-pd role`).", record)
+        return held
     role = to if to is not None else record.moving_to or record.role
     author = by if to is not None else NOBODY
     if role is Role.PREFILL and not record.can_transfer:
@@ -145,9 +150,15 @@ async def request_move(
     if (already := _already(record, role, author, there)) is not None:
         return already
     wish = WantedRole(role, record.epoch, secrets.token_hex(8), author, timeout_ms)
-    stays = {} if force else _who_stays(workers, record, role)
+    # Where it is on its way there, somebody was left when that began.
+    stays = {} if force or record.moving_to is role else _who_stays(workers, record, role)
     ttl_ms = timeout_ms + int(_WISH_SLACK_S * 1000)
-    answer = await roles.set_unless_last(pool, record.id, wish, ttl_ms, stays)
+    answer = await roles.set_unless_last(pool, record.id, wish, ttl_ms, stays, term=term if by == PLANNER else None)
+    if answer is Wished.HELD:
+        return held
+    if answer is Wished.DEPOSED:
+        problem = f"Worker {record.id} was not asked, since another planner leads pool {pool} by now."
+        return Asked(Verdict.DEPOSED, problem, record)
     if answer is Wished.OLD:
         return Asked(Verdict.UNKNOWN, f"Worker {record.id} has been started anew meanwhile.", record)
     if answer is Wished.LAST:
@@ -192,12 +203,14 @@ async def wait_for_move(registry: Registry, record: WorkerRecord, wish: WantedRo
                 if move.state is not MoveState.DRAINING:
                     return _told(record, move)
             elif before is not None and before.id == wish.id and move is not None:
-                return Moved(False, f"Another wish has taken its place: to {move.to}, by {move.by or 'nobody'}.", move)
+                return _replaced(move)
         elif time.monotonic() - seen_at > _TAKE_UP_S:
             return Moved(False, f"Worker {record.id} is gone.", move)
         await asyncio.sleep(_POLL_S)
     if problem:
         return Moved(False, f"The store does not answer, so how it ended is not known: {problem}", move)
+    if move is not None and move.id not in (wish.id, record.move.id if record.move is not None else None):
+        return _replaced(move)
     if move is None or move.id != wish.id:
         return Moved(False, f"Worker {record.id} has not taken up the wish; is its vllm-pd older than this one?", move)
     return Moved(False, f"Worker {record.id} has not told the end of the move.", move)
@@ -247,6 +260,10 @@ def _who_stays(
 def _does(record: WorkerRecord, role: Role, kind: Role) -> bool:
     """Whether the worker does this kind of work in that role: prefill (for others) or decode."""
     return role.prefills and record.can_transfer if kind is Role.PREFILL else role.decodes
+
+
+def _replaced(move: RoleMove) -> Moved:
+    return Moved(False, f"Another wish has taken its place: to {move.to}, by {move.by or 'nobody'}.", move)
 
 
 def _told(record: WorkerRecord, move: RoleMove) -> Moved:

@@ -78,6 +78,41 @@ class RolesConformance:
         old = WantedRole(Role.PREFILL, Epoch(OLD - 1))
         assert await roles.set_unless_last(POOL.id, A, old, LEASE_MS, {}) is Wished.OLD
 
+    async def test_a_planner_that_was_deposed_wishes_nothing_more(self, harness: Harness) -> None:
+        roles, board = harness.roles(), harness.planner_board()
+        old = (await board.lead(POOL.id, "one", 40)).term
+        first = WantedRole(Role.PREFILL, OLD, by="planner")
+        assert await roles.set_unless_last(POOL.id, A, first, LEASE_MS, {}, term=old) is Wished.WISHED
+        await harness.pass_time(60)
+        # Nobody else leads yet, so nothing was decided that this could contradict.
+        assert await roles.set_unless_last(POOL.id, B, first, LEASE_MS, {}, term=old) is Wished.WISHED
+        new = (await board.lead(POOL.id, "two", LEASE_MS)).term
+        late = WantedRole(Role.DECODE, OLD, by="planner")
+        assert await roles.set_unless_last(POOL.id, A, late, LEASE_MS, {}, term=old) is Wished.DEPOSED
+        assert await roles.of(POOL.id, A) == first
+        assert await roles.set_unless_last(POOL.id, A, late, LEASE_MS, {}, term=new) is Wished.WISHED
+        # Another pool has leaders of its own, those that only try out depose nobody, and people need no term.
+        assert await roles.set_unless_last(OTHER_POOL.id, A, late, LEASE_MS, {}, term=old) is Wished.WISHED
+        await harness.planner_board(dry=True).lead(OTHER_POOL.id, "dry", LEASE_MS)
+        assert await roles.set_unless_last(OTHER_POOL.id, B, late, LEASE_MS, {}, term=old) is Wished.WISHED
+        assert await roles.set_unless_last(POOL.id, A, first, LEASE_MS, {}) is Wished.WISHED
+
+    async def test_a_planner_replaces_no_wish_of_a_person(self, harness: Harness) -> None:
+        roles = harness.roles()
+        by_hand, planned = WantedRole(Role.PREFILL, OLD), WantedRole(Role.DECODE, OLD, by="planner")
+        await roles.set(POOL.id, A, by_hand, LEASE_MS)
+        assert await roles.set_unless_last(POOL.id, A, planned, LEASE_MS, {}, term=1) is Wished.HELD
+        assert await roles.of(POOL.id, A) == by_hand
+        # That was for a start of the worker that is gone; this one lets planners move it again; this one has ended.
+        newer = WantedRole(Role.DECODE, NEW, by="planner")
+        assert await roles.set_unless_last(POOL.id, A, newer, LEASE_MS, {}, term=1) is Wished.WISHED
+        assert await roles.set_unless_last(POOL.id, A, newer, LEASE_MS, {}, term=2) is Wished.WISHED
+        await roles.set(POOL.id, B, WantedRole(Role.PREFILL, OLD, by=""), LEASE_MS)
+        assert await roles.set_unless_last(POOL.id, B, planned, LEASE_MS, {}, term=1) is Wished.WISHED
+        await roles.set(POOL.id, C, by_hand, 40)
+        await harness.pass_time(60)
+        assert await roles.set_unless_last(POOL.id, C, planned, LEASE_MS, {}, term=1) is Wished.WISHED
+
     async def test_a_wish_for_an_older_epoch_changes_nothing(self, harness: Harness) -> None:
         roles = harness.roles()
         assert await roles.set(POOL.id, ID, WantedRole(Role.PREFILL, NEW), LEASE_MS)

@@ -85,6 +85,11 @@ class Leadership:
             return None
         return kept.led if kept.led.ends_s - self._clock() > _LAST_PART * self._lease_s else None
 
+    def term(self, pool: PoolId) -> int:
+        """Number of the newest leadership of a pool that this planner knows to be its own; 0 for none."""
+        kept = self._pools.get(pool)
+        return kept.led.term if kept is not None and kept.led is not None else 0
+
     def other(self, pool: PoolId) -> str:
         """Who else led the pool when the store was last asked; "" for nobody."""
         kept = self._pools.get(pool)

@@ -80,6 +80,7 @@ class PlannerService:
         queue = open_prefill_queue(store, namespace, timeout_s=timeout_s)
         board = open_planner_board(store, namespace, timeout_s=timeout_s, dry=settings.dry_run)
         self._stores: list[_Closing] = [workers, roles, demand, queue, board]
+        leadership = Leadership(board, self.id, settings.lease, clock)
         if actuator is None:
             context = ActuatorContext(
                 store,
@@ -89,6 +90,7 @@ class PlannerService:
                 move_timeout_s=settings.move_timeout,
                 deadline_s=settings.actuator_timeout,
                 webhook_token=settings.webhook_token,
+                term=leadership.term,
             )
             actuator = Actuators([open_actuator(name, context) for name in settings.actuators])
         self._actuator = actuator
@@ -96,7 +98,6 @@ class PlannerService:
             raise SettingsError(
                 "With --mode scale somebody must start workers, which no actuator given can; name one with --actuator."
             )
-        leadership = Leadership(board, self.id, settings.lease, clock)
         self._loop = PlannerLoop(
             config,
             Observer(workers, demand, queue, roles, actuator, config, clock),

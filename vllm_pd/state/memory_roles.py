@@ -21,13 +21,26 @@ class MemoryRoles:
         return await self.set_unless_last(pool, worker, wanted, ttl_ms, {}) is Wished.WISHED
 
     async def set_unless_last(
-        self, pool: PoolId, worker: WorkerId, wanted: WantedRole, ttl_ms: int, stays: Stays
+        self,
+        pool: PoolId,
+        worker: WorkerId,
+        wanted: WantedRole,
+        ttl_ms: int,
+        stays: Stays,
+        *,
+        term: int | None = None,
     ) -> Wished:
         with self._store.lock:
             space = self._store.namespace(self._namespace)
             stored = space.roles.get((pool, worker))
             if stored is not None and stored[0].epoch > wanted.epoch:
                 return Wished.OLD
+            if term is not None:
+                leads = space.planners.get((pool, False))
+                if leads is not None and leads.term > term:
+                    return Wished.DEPOSED
+                if stored is not None and stored[0].epoch == wanted.epoch and stored[0].by not in ("", wanted.by):
+                    return Wished.HELD
             for kind, members in stays.items():
                 if all(_is_away(space, pool, *member, kind) for member in members):
                     return Wished.LAST

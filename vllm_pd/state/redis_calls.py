@@ -50,14 +50,14 @@ class Script:
     """A Lua script, sent by its digest once the server knows it."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        self.text = text
         self._sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     async def run(self, client: Any, keys: Sequence[str], args: Sequence[object]) -> Any:
         try:
             return await client.evalsha(self._sha, len(keys), *keys, *args)
         except NoScriptError:
-            return await client.eval(self._text, len(keys), *keys, *args)
+            return await client.eval(self.text, len(keys), *keys, *args)
 
 
 class RedisCalls:

@@ -60,12 +60,12 @@ class RedisDemandBoard:
     async def publish(self, pool: PoolId, router: str, report: DemandReport, ttl_ms: int) -> None:
         data = encode_report(report)
         async with self._calls.answer():
-            await self._calls.client.eval(scripts.PUBLISH, 1, self._keys.demand(pool), router, ttl_ms, data)
+            await scripts.PUBLISH.run(self._calls.client, [self._keys.demand(pool)], [router, ttl_ms, data])
 
     async def read(self, pool: PoolId) -> Mapping[str, DemandReport]:
         key = self._keys.demand(pool)
         async with self._calls.answer():
-            now, flat = await self._calls.client.eval(scripts.FIELDS, 1, key)
+            now, flat = await scripts.FIELDS.run(self._calls.client, [key], [])
         reports, bad = {}, []
         for router, value in zip(flat[0::2], flat[1::2], strict=True):
             ends, _, data = value.partition(b":")

@@ -58,51 +58,32 @@ class RedisRegistry:
 
     async def heartbeat(self, record: WorkerRecord, lease_ms: int) -> HeartbeatResult:
         pool = record.pool.id
+        args = [record.id, record.epoch, lease_ms, codec.encode_record(record)]
         async with self._calls.answer():
-            reply: bytes = await self._client.eval(
-                scripts.HEARTBEAT,
-                3,
-                self.keys.workers(pool),
-                self.keys.worker(pool, record.id),
-                self.keys.load(pool, record.id),
-                record.id,
-                record.epoch,
-                lease_ms,
-                codec.encode_record(record),
-            )
+            reply: bytes = await scripts.HEARTBEAT.run(self._client, self._keys_of(pool, record.id), args)
             result = HeartbeatResult(reply.decode())
             if result is not HeartbeatResult.STALE:
                 # Another slot, hence another command; the next heartbeat repairs it if only this one is lost.
-                await self._client.eval(scripts.TOUCH_POOL, 1, self.keys.pools, pool, lease_ms)
+                await scripts.TOUCH_POOL.run(self._client, [self.keys.pools], [pool, lease_ms])
         return result
 
     async def publish_load(
         self, worker: WorkerId, pool: PoolId, writer: int, loads: Mapping[int, WorkerLoad], ttl_ms: int
     ) -> None:
+        args = [writer, ttl_ms, codec.encode_loads(loads)]
         async with self._calls.answer():
-            await self._client.eval(
-                scripts.PUBLISH, 1, self.keys.load(pool, worker), writer, ttl_ms, codec.encode_loads(loads)
-            )
+            await scripts.PUBLISH.run(self._client, [self.keys.load(pool, worker)], args)
 
     async def publish_inflight(
         self, router_id: str, pool: PoolId, work: Mapping[WorkerId, RouterWork], ttl_ms: int
     ) -> None:
+        args = [router_id, ttl_ms, codec.encode_work(work)]
         async with self._calls.answer():
-            await self._client.eval(
-                scripts.PUBLISH, 1, self.keys.inflight(pool), router_id, ttl_ms, codec.encode_work(work)
-            )
+            await scripts.PUBLISH.run(self._client, [self.keys.inflight(pool)], args)
 
     async def withdraw(self, worker: WorkerId, pool: PoolId, epoch: Epoch) -> bool:
         async with self._calls.answer():
-            removed: int = await self._client.eval(
-                scripts.WITHDRAW,
-                3,
-                self.keys.workers(pool),
-                self.keys.worker(pool, worker),
-                self.keys.load(pool, worker),
-                worker,
-                epoch,
-            )
+            removed: int = await scripts.WITHDRAW.run(self._client, self._keys_of(pool, worker), [worker, epoch])
         return bool(removed)
 
     async def snapshot(self) -> RegistrySnapshot:
@@ -146,9 +127,9 @@ class RedisRegistry:
         return codec.assemble(states)
 
     async def find(self, worker: WorkerId, pool: PoolId) -> WorkerState | None:
-        keys = (self.keys.workers(pool), self.keys.worker(pool, worker), self.keys.load(pool, worker))
+        keys = self._keys_of(pool, worker)
         async with self._calls.answer():
-            reply = await self._client.eval(scripts.FIND, len(keys), *keys, worker)
+            reply = await scripts.FIND.run(self._client, keys, [worker])
         if not reply:
             return None
         now, ends, data, flat = reply
@@ -180,8 +161,12 @@ class RedisRegistry:
     async def close(self) -> None:
         await self._calls.close()
 
+    def _keys_of(self, pool: PoolId, worker: WorkerId) -> list[str]:
+        """The keys that scripts about one worker take."""
+        return [self.keys.workers(pool), self.keys.worker(pool, worker), self.keys.load(pool, worker)]
+
     async def _live_pools(self, bad: list[str]) -> list[PoolId]:
-        _, flat = await self._client.eval(scripts.LIVE, 1, self.keys.pools)
+        _, flat = await scripts.LIVE.run(self._client, [self.keys.pools], [])
         names: list[bytes] = flat[0::2]
         good = [name for name in names if _POOL_ID.fullmatch(name)]
         if len(good) < len(names):
@@ -194,7 +179,8 @@ class RedisRegistry:
         """(pool, worker, the store's time, end of its lease), times in ms."""
         async with self._client.pipeline(transaction=False) as pipe:
             for pool in pools:
-                pipe.eval(scripts.LIVE, 1, self.keys.workers(pool))
+                # As text: the pipelines of a cluster's client take no digests.
+                pipe.eval(scripts.LIVE.text, 1, self.keys.workers(pool))
             replies = await execute(pipe)
         members = []
         for pool, reply in zip(pools, replies, strict=True):

@@ -40,19 +40,28 @@ class RedisRoles:
         return await self.set_unless_last(pool, worker, wanted, ttl_ms, _NOBODY_NEEDED) is Wished.WISHED
 
     async def set_unless_last(
-        self, pool: PoolId, worker: WorkerId, wanted: WantedRole, ttl_ms: int, stays: Stays
+        self,
+        pool: PoolId,
+        worker: WorkerId,
+        wanted: WantedRole,
+        ttl_ms: int,
+        stays: Stays,
+        *,
+        term: int | None = None,
     ) -> Wished:
-        args: list[str | int] = [worker, wanted.epoch, ttl_ms, encode_wish(wanted)]
+        keys = [self._keys.roles(pool), self._keys.planner(pool)]
+        args: list[str | int] = [worker, wanted.epoch, ttl_ms, encode_wish(wanted), wanted.by]
+        args.append("" if term is None else term)
         for kind, members in stays.items():
             args += [AWAY_FROM[kind], len(members), *(value for member in members for value in member)]
         async with self._calls.answer():
-            reply: bytes = await self._calls.client.eval(scripts.SET_ROLE, 1, self._keys.roles(pool), *args)
+            reply: bytes = await scripts.SET_ROLE.run(self._calls.client, keys, args)
         return Wished(reply.decode())
 
     async def get(self, pool: PoolId) -> Mapping[WorkerId, WantedRole]:
         key = self._keys.roles(pool)
         async with self._calls.answer():
-            now, flat = await self._calls.client.eval(scripts.FIELDS, 1, key)
+            now, flat = await scripts.FIELDS.run(self._calls.client, [key], [])
         wishes, bad = {}, []
         for worker, value in zip(flat[0::2], flat[1::2], strict=True):
             try:
@@ -67,7 +76,7 @@ class RedisRoles:
     async def of(self, pool: PoolId, worker: WorkerId) -> WantedRole | None:
         key = self._keys.roles(pool)
         async with self._calls.answer():
-            now, value = await self._calls.client.eval(scripts.FIELD, 1, key, worker)
+            now, value = await scripts.FIELD.run(self._calls.client, [key], [worker])
         if value is None:
             return None
         try:
@@ -78,8 +87,9 @@ class RedisRoles:
         return wanted if ends > int(now) else None
 
     async def clear(self, pool: PoolId, worker: WorkerId, epoch: Epoch, id: str = "") -> bool:
+        keys, args = [self._keys.roles(pool)], [worker, epoch, id]
         async with self._calls.answer():
-            done: int = await self._calls.client.eval(scripts.CLEAR_ROLE, 1, self._keys.roles(pool), worker, epoch, id)
+            done: int = await scripts.CLEAR_ROLE.run(self._calls.client, keys, args)
         return bool(done)
 
     async def close(self) -> None:

@@ -29,13 +29,17 @@ class WantedRole:
 
 
 class Wished(StrEnum):
-    """What became of a wish that was to leave somebody of each kind where they are."""
+    """What became of a wish. Only `WISHED` has changed anything."""
 
     WISHED = "wished"
     OLD = "old"
-    """There is a wish for a newer epoch; nothing was changed."""
+    """There is a wish for a newer epoch."""
+    DEPOSED = "deposed"
+    """A planner's, and another planner leads the pool by now."""
+    HELD = "held"
+    """A planner's, and somebody else has a wish for this start of the worker."""
     LAST = "last"
-    """Nobody of some kind would be left; nothing was changed."""
+    """Nobody of some kind would be left."""
 
 
 AWAY_FROM: Mapping[Role, Role] = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
@@ -55,10 +59,21 @@ class Roles(Protocol):
         """
 
     async def set_unless_last(
-        self, pool: PoolId, worker: WorkerId, wanted: WantedRole, ttl_ms: int, stays: Stays
+        self,
+        pool: PoolId,
+        worker: WorkerId,
+        wanted: WantedRole,
+        ttl_ms: int,
+        stays: Stays,
+        *,
+        term: int | None = None,
     ) -> Wished:
         """`set`, but only if of each kind that `stays` names somebody is not wished away from it. Atomic: of two who
-        at once wish the last two workers of a kind away, one is refused."""
+        at once wish the last two workers of a kind away, one is refused.
+
+        `term`: of the leadership (`planner_board`) in whose name a planner wishes; None for everybody else. A planner
+        that was paused may not know that another one leads by now, nor what people have wished meanwhile.
+        """
 
     async def get(self, pool: PoolId) -> Mapping[WorkerId, WantedRole]:
         """All wishes that have not ended. Unreadable ones are skipped and counted."""

@@ -1,7 +1,8 @@
-"""The Lua scripts of the registry. Each touches keys of one slot only and reads the time from the store.
-
-They are sent as text (EVAL): a few hundred bytes every few seconds, and nothing to reload after a store restarted.
+"""The Lua scripts of the registry, of wanted roles and of demand reports. Each touches keys of one slot only and reads
+the time from the store.
 """
+
+from vllm_pd.state.redis_calls import Script
 
 _NOW = """
 local t = redis.call('TIME')
@@ -32,7 +33,7 @@ if redis.call('HLEN', KEYS[1]) > 1 then
 end
 """
 
-HEARTBEAT = (
+HEARTBEAT = Script(
     """
 -- KEYS: workers, worker, load. ARGV: id, epoch, lease ms, record.
 """
@@ -58,7 +59,7 @@ return renewed and 'renewed' or 'new'
 )
 """Register or renew; answers `new`, `renewed` or `stale`."""
 
-TOUCH_POOL = (
+TOUCH_POOL = Script(
     """
 -- KEYS: pools. ARGV: pool, lease ms.
 """
@@ -73,7 +74,7 @@ if not ends or tonumber(ends) < now + lease then redis.call('ZADD', KEYS[1], ms(
 )
 """Keep a pool in the directory for at least one lease."""
 
-LIVE = (
+LIVE = Script(
     """
 -- KEYS: a ZSET of member -> end, ms.
 """
@@ -85,7 +86,7 @@ return {ms(now), redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. ms(now), '+inf', 'W
 )
 """The store's time in ms and the members whose end is in the future, each followed by its end."""
 
-PUBLISH = (
+PUBLISH = Script(
     """
 -- KEYS: a HASH of writer -> '<end ms>:<payload>'. ARGV: writer, ttl ms, payload.
 """
@@ -99,30 +100,36 @@ redis.call('HSET', KEYS[1], ARGV[1], ms(now + lease) .. ':' .. ARGV[3])
 )
 """Replace what one writer says. Each field has an end of its own: the key lives as long as its liveliest writer."""
 
-WITHDRAW = """
+WITHDRAW = Script("""
 -- KEYS: workers, worker, load. ARGV: id, epoch.
 if redis.call('HGET', KEYS[2], 'epoch') ~= ARGV[2] then return 0 end
 redis.call('DEL', KEYS[2], KEYS[3])
 redis.call('ZREM', KEYS[1], ARGV[1])
 return 1
-"""
+""")
 """Remove a worker if the epoch is the stored one; answers 1 if it did."""
 
-SET_ROLE = (
+SET_ROLE = Script(
     """
--- KEYS: roles. ARGV: worker, epoch, ttl ms, the rest of the wish from its role on; then for each kind of which somebody
--- must stay: the role that takes one away from it, how many may stay, and worker and epoch of each.
+-- KEYS: roles, planner. ARGV: worker, epoch, ttl ms, the rest of the wish from its role on, who wishes, the term of a
+-- planner or ''; then for each kind of which somebody must stay: the role that takes one away from it, how many may
+-- stay, and worker and epoch of each.
 """
     + _NOW
     + """
 local lease = tonumber(ARGV[3])
 local function wish(worker)
-  local ends, epoch, role = string.match(redis.call('HGET', KEYS[1], worker) or '', '^(%d+):(%d+):(%a+)')
-  if ends and tonumber(ends) > now then return tonumber(epoch), role end
+  local stored = redis.call('HGET', KEYS[1], worker) or ''
+  local ends, epoch, role, by = string.match(stored, '^(%d+):(%d+):(%a+):%d+:([^:]*):')
+  if ends and tonumber(ends) > now then return tonumber(epoch), role, by end
 end
-local epoch = wish(ARGV[1])
+local epoch, _, by = wish(ARGV[1])
 if epoch and epoch > tonumber(ARGV[2]) then return 'old' end
-local at = 5
+if ARGV[6] ~= '' then
+  if (tonumber(redis.call('HGET', KEYS[2], 'term')) or 0) > tonumber(ARGV[6]) then return 'deposed' end
+  if epoch == tonumber(ARGV[2]) and by ~= '' and by ~= ARGV[5] then return 'held' end
+end
+local at = 7
 while at <= #ARGV do
   local away, last = ARGV[at], at + 1 + 2 * tonumber(ARGV[at + 1])
   local stays = false
@@ -144,18 +151,18 @@ redis.call('HSET', KEYS[1], ARGV[1], ms(now + lease) .. ':' .. ARGV[2] .. ':' ..
 return 'wished'
 """
 )
-"""Wish for a role, unless there is a wish for a newer epoch or nobody of a kind would stay; answers a `Wished`."""
+"""Wish for a role, unless something speaks against it; answers a `Wished`."""
 
-CLEAR_ROLE = """
+CLEAR_ROLE = Script("""
 -- KEYS: roles. ARGV: worker, epoch, id or ''.
 local epoch, rest = string.match(redis.call('HGET', KEYS[1], ARGV[1]) or '', '^%d+:(%d+):(.*)$')
 if epoch ~= ARGV[2] then return 0 end
 if ARGV[3] ~= '' and string.match(rest, '^%a+:%d+:[^:]*:(.*)$') ~= ARGV[3] then return 0 end
 return redis.call('HDEL', KEYS[1], ARGV[1])
-"""
+""")
 """Take a wish back if it is for this epoch, and this one; answers 1 if it did."""
 
-FIELD = (
+FIELD = Script(
     """
 -- KEYS: a HASH. ARGV: a field.
 """
@@ -166,7 +173,7 @@ return {ms(now), redis.call('HGET', KEYS[1], ARGV[1])}
 )
 """The store's time in ms and one field's value."""
 
-FIND = (
+FIND = Script(
     """
 -- KEYS: workers, worker, load. ARGV: id.
 """
@@ -181,7 +188,7 @@ return {ms(now), ends, record, redis.call('HGETALL', KEYS[3])}
 )
 """The store's time, the end of a worker's lease, its record and its load; nothing when it is not alive."""
 
-FIELDS = (
+FIELDS = Script(
     """
 -- KEYS: a HASH.
 """

@@ -25,9 +25,11 @@ from vllm_pd.planner.actuators.command import CommandActuator
 from vllm_pd.planner.actuators.context import ActuatorContext
 from vllm_pd.planner.actuators.role_labels import RoleLabels
 from vllm_pd.planner.actuators.webhook import WebhookActuator
+from vllm_pd.planner.leader import Leadership
 from vllm_pd.planner.model import AddAction, MoveAction, RemoveAction
 from vllm_pd.state import Epoch, PoolId, Role, WorkerId, WorkerRecord
 from vllm_pd.state.base import MoveState, RoleMove
+from vllm_pd.state.memory_planner_board import MemoryPlannerBoard
 from vllm_pd.state.memory_registry import MemoryRegistry
 from vllm_pd.state.memory_roles import MemoryRoles
 from vllm_pd.state.memory_store import MemoryStore
@@ -66,7 +68,7 @@ class RolesWorld:
     pool: PoolId = POOL.id
 
     def __init__(self) -> None:
-        store = MemoryStore()
+        store = self.store = MemoryStore()
         self.registry = Cuttable(MemoryRegistry("test", store))
         self.roles = Cuttable(MemoryRoles("test", store))
         self.actuator: Actuator = self._open()
@@ -298,6 +300,23 @@ class TestPrograms:
         id, (epoch, _) = next(iter(WORKERS.items()))
         assert not (await actuator.act(POOL.id, RemoveAction(id, Epoch(epoch - 1), WHY))).ok
         assert not (tmp_path / "ran").exists()
+
+
+async def test_roles_are_asked_for_in_the_name_of_the_leadership_in_which_it_was_decided() -> None:
+    world = await RolesWorld().start()
+    board = MemoryPlannerBoard("test", world.store)
+    leadership = Leadership(board, "one", 15.0)
+    await leadership.stand(POOL.id)
+    context = ActuatorContext("", "test", world.registry, world.roles, 30.0, 5.0, term=leadership.term)
+    actuator = open_actuator("roles", context)
+    (id, (epoch, _)), (other, (other_epoch, _)) = list(WORKERS.items())[1:3]
+    assert (await actuator.act(POOL.id, MoveAction(id, epoch, Role.DECODE, WHY))).ok
+    # It was paused, and does not know that another planner leads by now.
+    await board.resign(POOL.id, "one", leadership.term(POOL.id))
+    await board.lead(POOL.id, "two", 15_000)
+    refused = await actuator.act(POOL.id, MoveAction(other, other_epoch, Role.PREFILL, WHY))
+    assert not refused.ok and "another planner leads" in refused.detail
+    assert list(await world.roles.get(POOL.id)) == [id]
 
 
 class TestChoosing:

@@ -302,5 +302,5 @@ def test_the_keys_of_a_script_share_a_slot() -> None:
     pool_keys = [KEYS.workers(POOL.id), KEYS.worker(POOL.id, id), KEYS.load(POOL.id, id), KEYS.tokenizer(POOL.id, "0")]
     pool_keys.append(KEYS.inflight(POOL.id))
     assert len({key_slot(key.encode()) for key in pool_keys}) == 1
-    assert all(f"KEYS[{n}]" in scripts.HEARTBEAT for n in (1, 2, 3))
-    assert all("KEYS[2]" not in script for script in (scripts.LIVE, scripts.TOUCH_POOL, scripts.PUBLISH))
+    assert all(f"KEYS[{n}]" in scripts.HEARTBEAT.text for n in (1, 2, 3))
+    assert all("KEYS[2]" not in script.text for script in (scripts.LIVE, scripts.TOUCH_POOL, scripts.PUBLISH))

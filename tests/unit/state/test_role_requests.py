@@ -21,6 +21,7 @@ from vllm_pd.state import (
     WorkerId,
     WorkerRecord,
 )
+from vllm_pd.state.memory_planner_board import MemoryPlannerBoard
 
 A, B, C = "a:1", "b:1", "c:1"
 PREFILL, DECODE, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
@@ -29,6 +30,7 @@ PREFILL, DECODE, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
 class Cluster:
     def __init__(self) -> None:
         store = MemoryStore()
+        self.store = store
         self.registry = MemoryRegistry("n", store)
         self.roles = MemoryRoles("n", store)
 
@@ -118,6 +120,46 @@ async def test_a_role_asked_for_by_hand_is_held_until_that_is_taken_back(cluster
     await cluster.add(moved(record, DECODE, MoveState.DONE, "", free.wish.id))
     assert (await cluster.ask(A, None)).verdict is Verdict.ALREADY
     assert (await cluster.ask(A, PREFILL, by=PLANNER)).verdict is Verdict.ASKED
+
+
+async def test_a_planner_does_not_replace_what_a_person_wished_a_moment_ago(cluster: Cluster) -> None:
+    await cluster.add(worker(A, role=DECODE), worker(B, role=DECODE))
+    by_hand = await cluster.ask(A, PREFILL)
+    for to in (BOTH, PREFILL):
+        asked = await cluster.ask(A, to, by=PLANNER)
+        assert (asked.verdict, asked.ok) == (Verdict.HELD, False), "the worker has not even seen the wish yet"
+    assert await cluster.roles.of(POOL.id, WorkerId(A)) == by_hand.wish
+    assert (await cluster.ask(A, None)).verdict is Verdict.ASKED
+    assert (await cluster.ask(A, BOTH, by=PLANNER)).verdict is Verdict.ASKED
+
+
+async def test_a_planner_that_does_not_lead_any_more_is_refused(cluster: Cluster) -> None:
+    await cluster.add(worker(A, role=DECODE), worker(B, role=DECODE))
+    term = (await MemoryPlannerBoard("n", cluster.store).lead(POOL.id, "new", LEASE_MS)).term
+    asked = await cluster.ask(A, PREFILL, by=PLANNER, term=term - 1)
+    assert asked.verdict is Verdict.DEPOSED and "planner" in asked.detail
+    assert await cluster.roles.of(POOL.id, WorkerId(A)) is None
+    assert (await cluster.ask(A, PREFILL, by=PLANNER, term=term)).verdict is Verdict.ASKED
+    assert (await cluster.ask(A, DECODE)).verdict is Verdict.ASKED, "people need no term"
+
+
+async def test_a_move_under_way_may_be_let_go_though_nobody_else_is_left(cluster: Cluster) -> None:
+    await cluster.add(moved(worker(A, role=DECODE), PREFILL, MoveState.DRAINING, "operator"), worker(B, role=PREFILL))
+    assert (await cluster.ask(A, None)).verdict is Verdict.ASKED
+    assert (await cluster.ask(A, PREFILL, by="somebody")).verdict is Verdict.ASKED
+
+
+async def test_who_waits_is_told_that_another_wish_was_obeyed_instead(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = worker(A, role=DECODE)
+    await cluster.add(record, worker(B, role=DECODE))
+    asked = await cluster.ask(A, PREFILL, timeout_s=0.01)
+    await cluster.add(moved(record, BOTH, MoveState.DONE, "somebody", "other"))
+    monkeypatch.setattr("vllm_pd.roles._TAKE_UP_S", 0.01)
+    assert asked.wish is not None
+    ended = await wait_for_move(cluster.registry, record, asked.wish)
+    assert not ended.done and "another wish" in ended.detail.lower() and "somebody" in ended.detail
 
 
 async def test_the_end_is_what_the_worker_tells(cluster: Cluster) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_pd.state.base import Registry
+from vllm_pd.state.base import PoolId, Registry
 from vllm_pd.state.roles import Roles
+
+
+def no_term(pool: PoolId) -> int:
+    """Of somebody who leads no pool."""
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +28,5 @@ class ActuatorContext:
     deadline_s: float
     """Of one call of the actuator."""
     webhook_token: str = ""
+    term: Callable[[PoolId], int] = no_term
+    """Number of the planner's leadership of a pool: what it writes is fenced by that."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_pd.errors import ActuatorError, StoreError
 from vllm_pd.planner.actuator import Outcome
+from vllm_pd.planner.actuators.context import no_term
 from vllm_pd.planner.model import PLANNER, Action, MoveAction, StartView
 from vllm_pd.roles import request_move
 from vllm_pd.state.base import PoolId, Registry, Role
@@ -18,14 +19,23 @@ class RoleLabels:
     Args:
         registry, roles: of the store where the workers are registered. Both stay open.
         timeout_s: how long a worker may take before it goes on in the role that it had; 0: as long as usual.
+        term: of the planner's leadership of a pool: once another one leads, the store refuses what this one asks for.
     """
 
     name = "roles"
 
-    def __init__(self, registry: Registry, roles: Roles, *, timeout_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        roles: Roles,
+        *,
+        timeout_s: float = 0.0,
+        term: Callable[[PoolId], int] = no_term,
+    ) -> None:
         self._registry = registry
         self._roles = roles
         self._timeout_s = timeout_s
+        self._term = term
 
     def can(self, action: Action) -> bool:
         return isinstance(action, MoveAction)
@@ -40,6 +50,7 @@ class RoleLabels:
                 action.worker,
                 action.to,
                 by=PLANNER,
+                term=self._term(pool),
                 epoch=action.epoch,
                 timeout_s=self._timeout_s,
             )
