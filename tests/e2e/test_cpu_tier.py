@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 BLOCK_TOKENS = 32
 KV_BLOCKS = 64
-BLOCK_BYTES = 64 * 1024
+BLOCK_BYTES = 128 * 1024
 """4 layers of keys and values for 32 tokens: 4 heads of 32 in bfloat16."""
 
 PROMPTS = 6
@@ -81,7 +81,7 @@ def serve(folder: Path, tier: dict[str, Any]) -> Iterator[Server]:
     }
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
     command += ["--host", LOOPBACK, "--port", str(port), "--max-model-len", "1536", "--enforce-eager"]
-    command += ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(KV_BLOCKS)]
+    command += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(KV_BLOCKS)]
     command += ["--shutdown-timeout", "15", "--kv-transfer-config", json.dumps(connector)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     others = _regions()

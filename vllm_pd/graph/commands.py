@@ -103,6 +103,9 @@ def worker_command(
         # A size that is given keeps vLLM from demanding nearly all memory of the machine for each worker, and from a
         # warm-up that only measures; how much is allocated follows from the number of blocks.
         command += ["--num-gpu-blocks-override", str(engine.kv_blocks), "--kv-cache-memory-bytes", str(_CPU_KV_BYTES)]
+        if place.dtype:
+            # Before the arguments that are given: theirs holds.
+            command += ["--dtype", place.dtype]
     if worker.role is not None:
         command += ["--kv-connector", CONNECTOR, "--role", str(worker.role)]
         if store:

@@ -6,10 +6,12 @@ import os
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_pd.errors import GraphError
 
 _QUERY_TIMEOUT_S = 60.0
+_CPUINFO = Path("/proc/cpuinfo")
 _SHARED_GPU_FRACTION = 0.8
 # Fractions such as a third do not add up exactly.
 _SLACK = 1e-6
@@ -22,10 +24,12 @@ class Machine:
     Attributes:
         cores: ids of the cores that this process may use; never empty.
         gpus: values for CUDA_VISIBLE_DEVICES, one per GPU; empty on a CPU machine.
+        has_bfloat16: whether its cores compute bfloat16 about as fast as float32.
     """
 
     cores: tuple[int, ...]
     gpus: tuple[str, ...] = ()
+    has_bfloat16: bool = True
 
     @property
     def has_gpu(self) -> bool:
@@ -41,11 +45,13 @@ class Place:
 
     Attributes:
         share: of its GPU, when others use it too; 1 has it alone.
+        dtype: what to compute in, where a model's own type would be far too slow; empty leaves it to vLLM.
     """
 
     gpus: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
     share: float = 1.0
+    dtype: str = ""
 
     @property
     def memory_fraction(self) -> float | None:
@@ -61,7 +67,22 @@ class Place:
 
 def detect() -> Machine:
     """Look at this machine. A CUDA_VISIBLE_DEVICES in the environment is respected."""
-    return Machine(cores=tuple(sorted(os.sched_getaffinity(0))), gpus=_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    try:
+        cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        cpuinfo = ""
+    return Machine(
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        gpus=_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        has_bfloat16=computes_bfloat16(cpuinfo),
+    )
+
+
+def computes_bfloat16(cpuinfo: str) -> bool:
+    """Whether the cores that `/proc/cpuinfo` describes do. An x86 without AVX-512 has it emulated and takes some 25
+    times as long as for float32 (a matrix product in PyTorch 2.13); what is unknown is taken to do."""
+    flags = next((line.split() for line in cpuinfo.splitlines() if line.startswith("flags")), [])
+    return not flags or "avx512f" in flags
 
 
 def even_place(machine: Machine, index: int, workers: int) -> Place:
@@ -69,7 +90,7 @@ def even_place(machine: Machine, index: int, workers: int) -> Place:
     if machine.has_gpu:
         per_gpu = -(-workers // len(machine.gpus))
         return Place(gpus=(machine.gpus[index % len(machine.gpus)],), share=1 / per_gpu)
-    return Place(cores=(machine.cores[index % len(machine.cores)],))
+    return Place(cores=(machine.cores[index % len(machine.cores)],), dtype=_dtype(machine))
 
 
 def start_wave(machine: Machine, index: int) -> int:
@@ -96,7 +117,7 @@ def free_place(machine: Machine, taken: Iterable[Place], *, gpus: float, cores: 
             raise GraphError(f"it wants {cores} cores and this machine has {len(machine.cores)}; lower cores")
         users = {core: sum(core in place.cores for place in taken) for core in machine.cores}
         chosen = sorted(machine.cores, key=lambda core: (users[core], core))[:cores]
-        return Place(cores=tuple(sorted(chosen)))
+        return Place(cores=tuple(sorted(chosen)), dtype=_dtype(machine))
     used = {gpu: sum(place.share for place in taken if gpu in place.gpus) for gpu in machine.gpus}
     if gpus < 1:
         # The fullest one that has room: whole ones stay whole.
@@ -111,6 +132,10 @@ def free_place(machine: Machine, taken: Iterable[Place], *, gpus: float, cores: 
             "share a GPU (gpus: 0.5)"
         )
     return Place(gpus=tuple(free[: int(gpus)]))
+
+
+def _dtype(machine: Machine) -> str:
+    return "" if machine.has_bfloat16 else "float32"
 
 
 def _gpus(visible: str | None) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import pytest
 from vllm_pd.errors import GraphError
 from vllm_pd.graph import processes
 from vllm_pd.graph.check import check
-from vllm_pd.graph.machine import Machine, Place, free_place
+from vllm_pd.graph.machine import Machine, Place, computes_bfloat16, even_place, free_place
 from vllm_pd.graph.model import Decode, Frontend, Graph, Planner, Prefill, Router, Store, Worker
 from vllm_pd.graph.processes import Launch, Spot, Surroundings
 
@@ -68,6 +68,26 @@ def test_a_worker_without_a_gpu_is_made_small() -> None:
     assert following(launch, "--max-model-len") == "1024"
     assert following(launch, "--num-gpu-blocks-override") == "32"
     assert "CUDA_VISIBLE_DEVICES" not in launch.env
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "fast"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 fma\n", False),
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16\n", True),
+        ("", True),
+    ],
+)
+def test_a_worker_on_cores_that_only_emulate_bfloat16_computes_in_float32(cpuinfo: str, fast: bool) -> None:
+    assert computes_bfloat16(cpuinfo) is fast
+    cores = Machine((4, 5), has_bfloat16=fast)
+    place = free_place(cores, [], gpus=1, cores=1)
+    assert place.dtype == even_place(cores, 0, 1).dtype == ("" if fast else "float32")
+    command = launched(whole(decode=Decode(args=("--dtype", "half"))), "decode", Spot(1, 9, place)).command
+    given = [command[at + 1] for at, word in enumerate(command) if word == "--dtype"]
+    # vLLM takes the last one: what the graph says holds.
+    assert given == (["half"] if fast else ["float32", "half"])
 
 
 def test_several_gpus_make_a_worker_tensor_parallel_unless_it_is_split_otherwise() -> None:
