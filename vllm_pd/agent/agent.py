@@ -260,7 +260,7 @@ class Agent:
 
     async def _drain(self, keeper: RoleKeeper, registry: Registry) -> None:
         record = self._record
-        if keeper.state.leaves_prefill and self._runner is not None:
+        if keeper.state.gives_jobs_away and self._runner is not None:
             # Again and again: routers that have not heard of it yet may put jobs there.
             await self._runner.give_away_waiting()
         # Its engines' reports may have come to another API server of this worker.

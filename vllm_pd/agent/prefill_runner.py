@@ -41,6 +41,8 @@ _STORE_PAUSE_S = (0.2, 2.0)
 _MOST_PEERS = 8
 """Streams looked at in one go, at random of those with jobs: it costs the same in a cluster of any size."""
 _UNEXPECTED_PAUSE_S = 1.0
+_MOST_REHOMED = 8
+"""Calls of `rehome` in a row: routers that have not heard of it may put jobs there as fast as these are moved."""
 _MOST_REFUSED = 256
 
 
@@ -136,9 +138,11 @@ class PrefillRunner:
             job.end(Verdict(How.RETURNED, error="the worker is to do something else"))
 
     async def give_away_waiting(self) -> None:
-        """What waits for this worker, claimed by nobody, goes to the others. Raises StoreError."""
-        while await self._queue.rehome(self._pool, self._me.worker, claims=False):
-            pass
+        """What waits for this worker, claimed by nobody, goes to the others, as far as that takes no time to speak of:
+        it is asked again and again. Raises StoreError."""
+        for _ in range(_MOST_REHOMED):
+            if not await self._queue.rehome(self._pool, self._me.worker, claims=False):
+                return
 
     def leave(self) -> None:
         """Claim nothing more; what is claimed goes on. Idempotent."""

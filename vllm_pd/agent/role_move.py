@@ -71,6 +71,12 @@ class RoleState:
         return self.role.prefills and self.moving_to is None
 
     @property
+    def gives_jobs_away(self) -> bool:
+        """Whether prefill jobs that wait for it are to go to others: while it drains it begins none, also where it is
+        going to prefill again."""
+        return self.moving_to is not None and self.role.prefills
+
+    @property
     def leaves_decode(self) -> bool:
         return self.moving_to is not None and self.role.decodes and not self.moving_to.decodes
 
@@ -112,13 +118,19 @@ class RoleState:
             return self
         waited = now - self.began
         left = self._left(seen, waited)
-        if waited >= self.timeout_s:
-            why = f"still under way after {self.timeout_s:g} s: {left}" if left else "the store did not hear of it"
-            return self.undo(why, now, now_ms)
         if self.told_at is not None and now >= self.told_at + SETTLE_S and left is None:
             return self._done(now, now_ms)
+        if waited >= self.timeout_s:
+            return self.undo(self._why_late(left), now, now_ms)
         hand_over = self.move.hand_over or (self.leaves_decode and waited >= HAND_OVER_PART * self.timeout_s)
         return replace(self, move=replace(self.move, hand_over=hand_over, detail=f"waits for {left or 'routers'}"))
+
+    def _why_late(self, left: Seen | None) -> str:
+        if left is not None:
+            return f"still under way after {self.timeout_s:g} s: {left}"
+        if self.told_at is None:
+            return f"the store did not hear of it within {self.timeout_s:g} s"
+        return f"routers had no time to hear of it within {self.timeout_s:g} s"
 
     def _left(self, seen: Seen, waited: float) -> Seen | None:
         """What is still under way of the kind that it leaves; None when nothing is."""

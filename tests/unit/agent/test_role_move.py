@@ -78,6 +78,17 @@ def test_it_waits_for_what_is_under_way(old: Role, new: Role, seen: Seen) -> Non
     assert state.look(IDLE, START + 3, 7).role is new
 
 
+@pytest.mark.parametrize(("old", "new"), [(PREFILL, DECODE), (BOTH, DECODE), (BOTH, PREFILL)])
+def test_jobs_that_wait_for_one_that_begins_none_go_to_others(old: Role, new: Role) -> None:
+    state = draining(old, new)
+    assert state.gives_jobs_away
+    assert not state.look(IDLE, START + 2, 6).gives_jobs_away
+
+
+def test_one_that_did_not_prefill_has_no_jobs_to_give_away() -> None:
+    assert not draining(DECODE, PREFILL).gives_jobs_away
+
+
 def test_one_that_goes_on_decoding_need_not_become_idle() -> None:
     assert draining(BOTH, DECODE).look(Seen(requests=9, kv_usage=0.9), START + 2, 6).role is DECODE
 
@@ -106,6 +117,18 @@ def test_a_move_that_cannot_finish_is_undone_and_says_what_it_waited_for() -> No
     assert (state.role, state.role_epoch, state.moving_to) == (DECODE, 0, None)
     assert state.move is not None and state.move.state is MoveState.UNDONE
     assert "20 s" in state.move.detail and "2 requests" in state.move.detail
+
+
+def test_one_that_has_drained_moves_although_it_was_not_looked_at_in_time() -> None:
+    assert draining(DECODE, PREFILL).look(IDLE, START + TIMEOUT_S + 5, 6).role is PREFILL
+
+
+def test_a_time_too_short_for_routers_to_hear_of_it_says_so() -> None:
+    undone = draining(DECODE, PREFILL).look(IDLE, START + SETTLE_S / 2, 6)
+    assert undone.moving_to is PREFILL
+    short = RoleState(DECODE).wish(wish(PREFILL, timeout_s=0.5), START, 5).told(START).look(IDLE, START + 0.5, 6)
+    assert short.moving_to is None and short.move is not None
+    assert "0.5 s" in short.move.detail and "routers" in short.move.detail
 
 
 def test_what_routers_have_not_heard_of_is_undone() -> None:
