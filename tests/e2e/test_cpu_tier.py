@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
 BLOCK_TOKENS = 32
 KV_BLOCKS = 64
 BLOCK_BYTES = 128 * 1024
-"""4 layers of keys and values for 32 tokens: 4 heads of 32 in bfloat16."""
+"""4 layers of keys and values for 32 tokens: 4 heads of 32 in float32."""
 
 PROMPTS = 6
 ANSWER_TOKENS = 8
