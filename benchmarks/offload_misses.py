@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Target, progress, scratch_folder
-from benchmarks.offload_peers import NOTHING, OURS, Sizes, System, running
+from benchmarks.offload_peers import DTYPE, NOTHING, OURS, Sizes, System, running
 from benchmarks.offload_ttft import COLD, DISK, MEMORY, came_from
 from benchmarks.pd_ttft import SETTLE_S, Side, prompt, time_to_first_token
 from scripts.models import tiny_model_dir
@@ -27,7 +27,7 @@ from vllm_pd.sim.kv_bytes import kv_bytes_per_token
 
 NAME = "What a miss costs, and from which length on a hit pays"
 
-SIZES = Sizes(memory=48 << 20, block_tokens=32, gpu_blocks=448, max_model_len=2560)
+SIZES = Sizes(memory=96 << 20, block_tokens=32, gpu_blocks=448, max_model_len=2560)
 AT_ONCE = 8
 TOKENS = 1500
 BATCH, PAIRS = 32, 9
@@ -118,7 +118,7 @@ def _break_even(folder: Path, logs: Path, quick: bool) -> tuple[list[dict[str, A
     progress("starting a server that loads whatever it costs")
     found: Seconds = {}
     with running(OURS, model, SIZES, folder, logs, load_gate="always") as system:
-        ask = _Asker(system, kv_bytes_per_token(model), found)
+        ask = _Asker(system, kv_bytes_per_token(model, DTYPE), found)
         for length in WARM_UP_LENGTHS:
             ids = prompt(rng, length)
             for _ in range(4):

@@ -25,6 +25,8 @@ from vllm_pd.graph.local import LocalCluster, LocalWorker
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
+DTYPE = "float32"
+"""The same sizes on every machine: without AVX-512 bfloat16 is emulated."""
 CALM_S = 0.6
 SETTLE_DEADLINE_S = 60.0
 
@@ -119,7 +121,7 @@ def running(name: str, model: Path, sizes: Sizes, folder: Path, logs: Path, **se
         cluster = LocalCluster(
             model=model, both=1, store=False, router=False, max_model_len=sizes.max_model_len,
             block_size=sizes.block_tokens, kv_blocks=sizes.gpu_blocks, log_dir=logs,
-            worker_args=("--served-model-name", MODEL),
+            worker_args=("--served-model-name", MODEL, "--dtype", DTYPE),
             env={
                 "VLLM_PD_CONFIG": str(file), "VLLM_SERVER_DEV_MODE": "1",
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),

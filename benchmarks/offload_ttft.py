@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Target, progress, scratch_folder
-from benchmarks.offload_peers import LMCACHE, OURS, VLLM, Sizes, System, running
+from benchmarks.offload_peers import DTYPE, LMCACHE, OURS, VLLM, Sizes, System, running
 from benchmarks.pd_ttft import prompt, time_to_first_token
 from scripts.models import tiny_model_dir
 from vllm_pd.sim.kv_bytes import kv_bytes_per_token
@@ -45,8 +45,8 @@ class Plan:
         return Sizes(self.memory, block_tokens=32, gpu_blocks=288, max_model_len=8192)
 
 
-FULL = Plan((1500, 4000, 8000), prompts=5, memory=64 << 20, restart=True)
-QUICK = Plan((1500,), prompts=3, memory=32 << 20, restart=False)
+FULL = Plan((1500, 4000, 8000), prompts=5, memory=128 << 20, restart=True)
+QUICK = Plan((1500,), prompts=3, memory=64 << 20, restart=False)
 """Medians of three: it shows that all works, and differences of a multiple."""
 
 NOISE = 1.15
@@ -92,7 +92,7 @@ def _measure(name: str, model: Path, folder: Path, logs: Path, plan: Plan, found
     """All kinds of one system. Every system gets the same prompts."""
     rng = random.Random(11)
     prompts = {length: [prompt(rng, length) for _ in range(plan.prompts)] for length in plan.lengths}
-    token_bytes = kv_bytes_per_token(model)
+    token_bytes = kv_bytes_per_token(model, DTYPE)
     asker = _Asker(name, token_bytes, found)
     progress(f"{name}: starting")
     with running(name, model, plan.sizes, folder, logs) as system:
