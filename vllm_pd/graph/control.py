@@ -115,7 +115,7 @@ def ask(folder: RunFolder, request: Request, *, timeout_s: float = TIMEOUT_S) ->
             s.connect(address)
             s.sendall(encode(request))
             with s.makefile("rb") as lines:
-                line = lines.readline(_LONGEST)
+                line = _answered(lines.readline(_LONGEST))
     except OSError as e:
         raise _unreachable(folder, e) from None
     return decode_reply(line)
@@ -130,7 +130,7 @@ async def ask_soon(folder: RunFolder, request: Request, *, timeout_s: float = TI
                 reader, writer = await asyncio.open_unix_connection(address, limit=_LONGEST)
             writer.write(encode(request))
             await writer.drain()
-            line = await reader.readline()
+            line = _answered(await reader.readline())
     except (OSError, ValueError, TimeoutError) as e:
         raise _unreachable(folder, e) from None
     finally:
@@ -151,6 +151,13 @@ def peer_is_owner(connection: socket.socket) -> bool:
     """Whether the process on the other side is of our user, or root."""
     _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return uid in (0, os.geteuid())
+
+
+def _answered(line: bytes) -> bytes:
+    """Raises OSError when the supervisor ended before it answered."""
+    if not line:
+        raise ConnectionResetError("it has just ended")
+    return line
 
 
 def _unreachable(folder: RunFolder, cause: BaseException) -> GraphError:

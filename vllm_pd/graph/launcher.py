@@ -33,6 +33,8 @@ _BEGIN_S = 120.0
 """Until the supervisor says whether it starts: what an earlier one left is ended first."""
 _DOWN_S = 90.0
 """To end a graph, beside what its processes may take."""
+_REAP_S = 60.0
+"""For a supervisor that has nothing to do any more."""
 _POLL_S = 0.2
 
 Watch = Callable[[GraphStatus], None]
@@ -52,8 +54,7 @@ class Cluster:
 
     def leave_alone(self) -> None:
         """It goes on without this process; only one that was started to stay does."""
-        if self.supervisor.stdin is not None:
-            self.supervisor.stdin.close()
+        _let_go(self.supervisor)
 
 
 def start(
@@ -86,17 +87,19 @@ def start(
         )
     assert supervisor.stdin is not None and supervisor.stdout is not None
     try:
-        supervisor.stdin.write(msgspec.json.encode(order) + b"\n")
-        supervisor.stdin.flush()
+        # One that has ended already is known by the answer that it does not give.
+        with contextlib.suppress(BrokenPipeError):
+            supervisor.stdin.write(msgspec.json.encode(order) + b"\n")
+            supervisor.stdin.flush()
         reply = _first_line(supervisor, folder)
     except BaseException:
-        supervisor.stdin.close()
+        _let_go(supervisor)
         raise
     finally:
         supervisor.stdout.close()
     if not reply.ok:
-        supervisor.stdin.close()
-        supervisor.wait()
+        _let_go(supervisor)
+        reap(supervisor)
         raise (SettingsError if reply.is_setting else GraphError)(reply.detail)
     return Cluster(folder, supervisor)
 
@@ -133,30 +136,38 @@ def stop(
         GraphError: it did not end in time.
     """
     last: GraphStatus | None = None
-    with contextlib.suppress(GraphError):
-        last = control.status(folder)
-        control.ask(folder, Stop(now))
-    if deadline_s is None:
-        slowest = max((i.grace_s for i in last.instances), default=0.0) if last is not None else remains.GRACE_S
-        # Frontends end before workers do.
-        deadline_s = _DOWN_S + 2 * slowest
-    deadline = time.monotonic() + deadline_s
-    while folder.is_locked():
+    is_told = False
+    # Frontends end before workers do.
+    limit_s = deadline_s if deadline_s is not None else _DOWN_S + 2 * remains.GRACE_S
+    began = time.monotonic()
+    while True:
         with contextlib.suppress(GraphError):
             last = control.status(folder)
+            if not is_told:
+                # One that has just begun does not listen yet, and one that is busy may answer late.
+                control.ask(folder, Stop(now))
+                is_told = True
+                if deadline_s is None:
+                    slowest = max((i.grace_s for i in last.instances), default=0.0)
+                    limit_s = time.monotonic() - began + _DOWN_S + 2 * slowest
             watch(last)
-        if time.monotonic() > deadline:
+        if not folder.is_locked():
+            return _look(folder, last)
+        if time.monotonic() - began > limit_s:
             raise GraphError(
-                f"The graph {folder.graph} did not end within {deadline_s:.0f} s; try vllm-pd down --now, "
+                f"The graph {folder.graph} did not end within {limit_s:.0f} s; try vllm-pd down --now, "
                 f"and see {folder.log('supervisor')}."
             )
         time.sleep(_POLL_S)
-    return _look(folder, last)
 
 
 def clean(folder: RunFolder, *, waiting: Callable[[int], None] = lambda left: None) -> bool:
-    """End what a supervisor and its guard left that were both killed. Returns whether there was anything."""
-    lock = folder.lock() if folder.path.is_dir() else None
+    """End what a supervisor and its guard left that were both killed. Returns whether there was anything.
+
+    Raises:
+        GraphError: something does not end, not even killed.
+    """
+    lock = folder.lock(wait_s=runs.LOCK_WAIT_S) if folder.path.is_dir() else None
     if lock is None:
         return False
     try:
@@ -164,6 +175,11 @@ def clean(folder: RunFolder, *, waiting: Callable[[int], None] = lambda left: No
         found = record is not None and bool(remains.living(record))
         if record is not None:
             remains.end(record, waiting=waiting)
+            if left := remains.living(record):
+                pids = ", ".join(str(process.pid) for process in left)
+                raise GraphError(
+                    f"Of the graph {folder.graph} the processes {pids} do not end; they hang in the kernel."
+                )
         folder.record.unlink(missing_ok=True)
         (folder.path / "control.sock").unlink(missing_ok=True)
     finally:
@@ -185,7 +201,7 @@ def running(
     finally:
         stop(cluster.folder)
         cluster.leave_alone()
-        cluster.supervisor.wait()
+        reap(cluster.supervisor)
 
 
 def failures(status: GraphStatus) -> list[str]:
@@ -198,6 +214,22 @@ def failures(status: GraphStatus) -> list[str]:
         elif i.phase is Phase.WAITING:
             out.append(f"{i.name} was not started; it waits {i.detail}.")
     return out
+
+
+def reap(supervisor: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a supervisor that has nothing to do any more; one that hangs is killed."""
+    try:
+        supervisor.wait(_REAP_S)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        supervisor.wait(_REAP_S)
+
+
+def _let_go(supervisor: subprocess.Popen[bytes]) -> None:
+    if supervisor.stdin is not None:
+        # What could not be written to one that has ended is not written now.
+        with contextlib.suppress(OSError):
+            supervisor.stdin.close()
 
 
 def _first_line(supervisor: subprocess.Popen[bytes], folder: RunFolder) -> Reply:

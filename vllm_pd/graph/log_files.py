@@ -32,7 +32,12 @@ def cut(folder: Path, *, longest: int = LONGEST) -> list[str]:
     for log in folder.glob("*.log"):
         with contextlib.suppress(OSError):
             if log.stat().st_size > longest:
-                shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+                older = log.with_name(f"{log.name}.1")
+                try:
+                    shutil.copyfile(log, older)
+                except OSError:
+                    # A disk that is full must not stay so because of logs.
+                    older.unlink(missing_ok=True)
                 with log.open("r+b") as file:
                     file.truncate(0)
                 done.append(log.name)

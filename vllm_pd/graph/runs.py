@@ -15,6 +15,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ RUN_VARIABLE = "PD_GRAPH_RUN"
 CONTROL_VARIABLE = "PD_GRAPH_CONTROL"
 """Where the processes of a run find its supervisor: the folder of the run."""
 FOLDER_VARIABLE = "VLLM_PD_RUN_DIR"
+LOCK_WAIT_S = 2.0
+"""For whoever means to keep the lock."""
+_LOCK_POLL_S = 0.02
 _BOOT_ID = PROC / "sys" / "kernel" / "random" / "boot_id"
 
 
@@ -69,15 +73,23 @@ class RunFolder:
             raise GraphError(f"{self.path} can be entered by others; set {FOLDER_VARIABLE} to a folder of yours.")
         return self
 
-    def lock(self) -> int | None:
-        """Take the lock; a file descriptor that holds it until closed, None when somebody else has it."""
+    def lock(self, *, wait_s: float = 0.0) -> int | None:
+        """Take the lock; a file descriptor that holds it until closed, None when somebody else has it.
+
+        `wait_s`: seconds to try; whoever only looks whether it is held (`is_locked`) holds it for a moment, too.
+        """
         handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        return handle
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(_LOCK_POLL_S)
+                    continue
+                os.close(handle)
+                return None
+            return handle
 
     def is_locked(self) -> bool:
         """Whether a supervisor or a guard works for it."""

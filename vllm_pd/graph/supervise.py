@@ -1,8 +1,8 @@
 """The supervisor as a process: `python -m vllm_pd.graph.supervise`, started by `launcher`.
 
 Its first line of input says what to run, its first line of output whether it does. After that it is asked over its
-control socket. It ends when told so, at SIGTERM (twice: at once), and, unless it is to stay, when its input closes:
-when whoever started it is gone. If it is killed, its guard ends what it started.
+control socket. It ends when told so, at SIGTERM, SIGINT or SIGHUP (twice: at once), and, unless it is to stay, when its
+input closes: when whoever started it is gone. If it is killed, its guard ends what it started.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Process:
     async def run(self) -> None:
         """From the start to the end of the graph. Raises PDError when it cannot be started."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._told_to_stop)
         if not self._order.stays:
             loop.add_reader(0, self._read_input)
@@ -101,7 +101,11 @@ class _Process:
                     await self._stop.wait()
             if self._guard is None or self._guard.poll() is not None:
                 _log.warning("the guard is gone; starting another one")
-                self._start_guard()
+                try:
+                    self._start_guard()
+                except OSError as e:
+                    # The machine is short of processes or memory now; it is tried again.
+                    _log.warning("no guard can be started: %s", e)
 
     def _told_to_stop(self) -> None:
         if self._stop.is_set():
@@ -143,7 +147,7 @@ def _answer(reply: Reply) -> None:
 
 
 def _lock(folder: RunFolder) -> int:
-    lock = folder.lock()
+    lock = folder.lock(wait_s=runs.LOCK_WAIT_S)
     if lock is None:
         raise GraphError(
             f"The graph {folder.graph} is up already, or what it left is being ended; see vllm-pd status "

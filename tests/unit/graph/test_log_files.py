@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+import pytest
 
 from vllm_pd.graph.log_files import Follower, chosen, cut
 
@@ -18,6 +21,21 @@ def test_a_log_that_is_too_long_begins_anew_and_keeps_one_older_part(tmp_path: P
     assert log.read_text() == "new\n"
     assert (tmp_path / "decode-0.log.1").read_text() == "old\n" * 100
     assert cut(tmp_path, longest=100) == []
+
+
+def test_a_log_is_cut_also_when_the_disk_has_no_room_for_the_older_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"some")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    log = tmp_path / "decode-0.log"
+    log.write_bytes(b"old\n" * 100)
+    assert cut(tmp_path, longest=100) == ["decode-0.log"]
+    assert log.read_bytes() == b""
+    assert [path.name for path in tmp_path.iterdir()] == ["decode-0.log"]
 
 
 def test_a_follower_gets_whole_lines_also_of_a_log_that_was_cut(tmp_path: Path) -> None:
