@@ -30,7 +30,7 @@ from vllm_pd import layered, parsers
 from vllm_pd.errors import SettingsError
 from vllm_pd.graph.model import COMPONENTS, Component, Graph, Kind, Limits, Link, RestartRule, Workers
 from vllm_pd.layered import check_keys, nearest
-from vllm_pd.settings_file import read_file
+from vllm_pd.settings_file import parse_yaml, read_file
 
 _TOP = ("graph", "model", "namespace", "restart", "workers", "components", "kubernetes")
 _VARIABLE = re.compile(r"\$(?:\$|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})")
@@ -66,7 +66,9 @@ def override(data: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     if not equals or not all(steps):
         raise SettingsError(f"--set {assignment!r} must be KEY=VALUE, for example decode.count=2.")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
+    except yaml.constructor.ConstructorError as e:
+        raise SettingsError(f"--set {assignment!r}: {e.problem}.") from None
     except yaml.YAMLError:
         value = text
     changed = copy.deepcopy(dict(data))
@@ -236,7 +238,9 @@ def _args(raw: Any, where: str) -> tuple[str, ...]:
 
 def _text(raw: Any, where: str) -> str:
     if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-        raise SettingsError(f"{where} must be a text or a number, got {raw!r}.")
+        # YAML has many words for true and false.
+        quotes = "; write it in quotes if it is a text" if isinstance(raw, bool) else ""
+        raise SettingsError(f"{where} must be a text or a number, got {raw!r}{quotes}.")
     return str(raw)
 
 

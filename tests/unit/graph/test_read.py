@@ -72,6 +72,13 @@ def test_a_file_becomes_a_graph(tmp_path: Path) -> None:
     assert check(made) is made
 
 
+def test_what_is_merged_in_may_be_replaced(tmp_path: Path) -> None:
+    text = "components:\n  a: &a {kind: decode, count: 2, gpus: 4}\n  b: &b {<<: *a, count: 3}\n  c: {<<: *b, gpus: 1}"
+    a, b, c = read(f"model: m\n{text}", tmp_path=tmp_path).components
+    assert isinstance(a, Decode) and isinstance(b, Decode) and isinstance(c, Decode)
+    assert [(each.count, each.gpus) for each in (a, b, c)] == [(2, 4), (3, 4), (3, 1)]
+
+
 def test_variables_of_the_environment_stand_in_for_text(tmp_path: Path) -> None:
     assert read(TEXT, tmp_path=tmp_path, MODEL="m").model == "m"
     assert read("model: a$$b\ncomponents: {worker: {}}", tmp_path=tmp_path).model == "a$b"
@@ -101,6 +108,7 @@ def test_what_is_set_by_hand_goes_before_the_file(tmp_path: Path) -> None:
     [
         ("count", "must be KEY=VALUE"),
         ("decod.count=1", r"the graph has no 'decod' \(did you mean 'decode'\?\)"),
+        ("decode.count=010", "010 is the number 8 to YAML"),
         ("decode.args.seed=1", r"components\.decode\.args is no mapping but \['--x'\]; set it as a whole"),
     ],
 )
@@ -132,6 +140,13 @@ def test_a_wrong_change_is_refused(assignment: str, message: str) -> None:
         ("components: {}", "has no components"),
         ("restart: {tries: -1}", "tries of restart must be a number at least 0"),
         ("workers: {count: 2}", "workers has the unknown key 'count'"),
+        (
+            "workers: {env: {DEBUG: yes}}",
+            "DEBUG in env of workers must be a text or a number, got True; write it in quo",
+        ),
+        ("components: {decode: {count: 010}}", "line 2: 010 is the number 8 to YAML; write that, or '010' if it is a"),
+        ("components: {decode: {args: [1:30]}}", "1:30 is the number 90 to YAML"),
+        ("components: {decode: {}, prefill: {}, decode: {count: 2}}", "line 2: the key 'decode' is there twice"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(line: str, message: str, tmp_path: Path) -> None:
