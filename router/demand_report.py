@@ -22,6 +22,8 @@ TTL_MS = 10_000
 DEADLINE_S = 1.0
 _END = b"data: [DONE]\n\n"
 _USAGE = b'"completion_tokens":'
+_NO_CHOICE = b'"choices":[]'
+"""In the event of a stream that only tells how many tokens there were."""
 _DIGITS = b"0123456789"
 
 _log = logging.getLogger(__name__)
@@ -40,7 +42,11 @@ class _Spread:
 
 
 class PoolTotals:
-    """Of one pool since the router's start."""
+    """Of one pool since it was first heard of.
+
+    Args:
+        started_s: when that is, by the meter's clock.
+    """
 
     __slots__ = (
         "arrivals",
@@ -49,11 +55,15 @@ class PoolTotals:
         "itl",
         "output_tokens",
         "prompt_tokens",
+        "started_ms",
+        "started_s",
         "ttft",
         "uncached_tokens",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, started_s: float = 0.0) -> None:
+        self.started_ms = round(time.time() * 1000)
+        self.started_s = started_s
         self.arrivals = self.finished = 0
         self.prompt_tokens = self.uncached_tokens = 0
         self.output_tokens = self.finished_output_tokens = 0
@@ -83,16 +93,18 @@ class Served:
         """The first byte of its answer has come; `ttft_s` where that is the first token of a stream."""
         if ttft_s is not None:
             self._totals.ttft.add(ttft_s)
-        self._last = self._clock()
+        if not self._tokens:
+            # Else another worker goes on with it, and the client has waited since the last token.
+            self._last = self._clock()
 
-    def events(self, chunk: bytes) -> None:
-        """The next piece of its stream. Tokens that come together share the time since the last piece."""
-        tokens = chunk.count(b"\n\n")
-        if chunk.endswith(_END):
-            tokens -= 1
-        if self._preface and tokens > 0:
-            self._preface -= 1
-            tokens -= 1
+    def events(self, chunk: bytes, tokens: int | None = None) -> None:
+        """The next piece of its stream. Tokens that come together share the time since the last piece.
+
+        Args:
+            tokens: that are in it, where it says so; else each event is taken for one.
+        """
+        if tokens is None:
+            tokens = self._events_with_tokens(chunk)
         if tokens <= 0:
             return
         now = self._clock()
@@ -101,6 +113,15 @@ class Served:
         self._last = now
         self._tokens += tokens
         self._totals.output_tokens += tokens
+
+    def _events_with_tokens(self, chunk: bytes) -> int:
+        tokens = chunk.count(b"\n\n") - chunk.count(_NO_CHOICE)
+        if chunk.endswith(_END):
+            tokens -= 1
+        if self._preface and tokens > 0:
+            self._preface -= 1
+            tokens -= 1
+        return tokens
 
     def whole(self, body: bytes) -> None:
         """Its whole answer, which says itself how many tokens it has."""
@@ -114,9 +135,10 @@ class Served:
             self._totals.output_tokens += int(digits)
 
     def ended(self) -> None:
-        """Its answer is complete, or as far as it will be. Once."""
-        self._totals.finished += 1
-        self._totals.finished_output_tokens += self._tokens
+        """Its answer is complete, or as far as it will be. Once. One whose length is not known has none."""
+        if self._tokens:
+            self._totals.finished += 1
+            self._totals.finished_output_tokens += self._tokens
 
 
 class DemandMeter:
@@ -129,13 +151,10 @@ class DemandMeter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pools: dict[PoolId, PoolTotals] = {}
-        self.started_ms = round(time.time() * 1000)
 
     def arrived(self, pool: PoolId, prompt_tokens: int, uncached_tokens: int, *, chat: bool) -> Served:
         """Count a request that has come."""
-        totals = self._pools.get(pool)
-        if totals is None:
-            totals = self._pools[pool] = PoolTotals()
+        totals = self._totals(pool)
         totals.arrivals += 1
         totals.prompt_tokens += prompt_tokens
         totals.uncached_tokens += uncached_tokens
@@ -148,10 +167,11 @@ class DemandMeter:
 
     def report(self, pool: PoolId, directory: Directory) -> DemandReport:
         """The totals of a pool as they are now; zeros for one that nothing was asked of."""
-        totals = self._pools.get(pool) or PoolTotals()
+        totals = self._totals(pool)
         return DemandReport(
-            started_ms=self.started_ms,
-            at_ms=round(time.time() * 1000),
+            started_ms=totals.started_ms,
+            # The wall clock may jump, and rates are made of the differences.
+            at_ms=totals.started_ms + round((self._clock() - totals.started_s) * 1000),
             arrivals=totals.arrivals,
             finished=totals.finished,
             prompt_tokens=totals.prompt_tokens,
@@ -162,6 +182,12 @@ class DemandMeter:
             itl=Spread(tuple(totals.itl.counts), totals.itl.sum_s),
             rates=directory.learned_rates(pool),
         )
+
+    def _totals(self, pool: PoolId) -> PoolTotals:
+        totals = self._pools.get(pool)
+        if totals is None:
+            totals = self._pools[pool] = PoolTotals(self._clock())
+        return totals
 
 
 class DemandPublisher:

@@ -121,11 +121,12 @@ class Relay:
         try:
             while chunk:
                 events += chunk.count(b"\n\n")
-                if call.served is not None:
-                    call.served.events(chunk)
                 if b'"cached_tokens"' in chunk:
                     self._note_usage(attempt, chunk)
+                tokens = len(tail.ids)
                 data = tail.feed(chunk)
+                if call.served is not None:
+                    call.served.events(chunk, None if tail.off else len(tail.ids) - tokens)
                 if data:
                     if not started:
                         started = True

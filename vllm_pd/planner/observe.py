@@ -9,7 +9,7 @@ from statistics import median
 from vllm_pd.errors import ActuatorError, StoreError
 from vllm_pd.planner.actuator import Actuator
 from vllm_pd.planner.config import PlannerConfig
-from vllm_pd.planner.model import PLANNER, PoolView, QueueView, StartView, WorkerView
+from vllm_pd.planner.model import PLANNER, PoolView, QueueView, StartView, Traffic, WorkerView
 from vllm_pd.planner.observe_demand import DemandWatch, usual_rates
 from vllm_pd.roles import is_held
 from vllm_pd.state.base import Epoch, MoveState, PoolId, Registry, WorkerId, WorkerState
@@ -71,23 +71,27 @@ class Observer:
         self._config = config
         self._clock = clock
         self._pools: dict[PoolId, _PoolMemory] = {}
+        self._listed_s: float | None = None
+        """When the list of workers was asked for."""
 
     async def pools(self) -> Mapping[PoolId, Sequence[WorkerState]]:
         """The live workers by pool. Raises StoreError."""
+        asked_s = self._clock()
         found: dict[PoolId, list[WorkerState]] = {}
         for state in (await self._registry.snapshot()).workers:
             found.setdefault(state.record.pool.id, []).append(state)
+        self._listed_s = asked_s
         self._pools = {pool: memory for pool, memory in self._pools.items() if pool in found}
         return found
 
     async def view(self, pool: PoolId, workers: Sequence[WorkerState], at_s: float) -> PoolView:
         """Everything that is known of one pool at `at_s`, the time that all planners share. What cannot be read is
         unknown, and `partial` says so."""
-        read_s = self._clock()
+        read_s = self._clock() if self._listed_s is None else self._listed_s
         memory = self._pools.setdefault(pool, _PoolMemory())
         problems: list[str] = []
         wishes: Mapping[WorkerId, WantedRole] = {}
-        reports: Mapping[str, DemandReport] = {}
+        reports: Mapping[str, DemandReport] | None = None
         queue: QueueView | None = None
         starts: Sequence[StartView] = ()
         try:
@@ -107,14 +111,17 @@ class Observer:
         except ActuatorError as e:
             problems.append(f"what is starting ({e})")
         now_s = self._clock()
-        traffic = memory.demand.look(reports, now_s, ttft_s=self._config.ttft_s, itl_s=self._config.itl_s)
+        traffic: Traffic | None = None
+        if reports is not None:
+            # Else the next look tells of all the time since the last one.
+            traffic = memory.demand.look(reports, now_s, ttft_s=self._config.ttft_s, itl_s=self._config.itl_s)
         return PoolView(
             pool=pool,
             at_s=at_s,
             workers=self._workers(memory, workers, wishes, now_s),
             queue=queue,
             traffic=traffic,
-            rates=usual_rates(reports),
+            rates=usual_rates(reports or {}),
             kv_tokens=_kv_tokens(workers),
             starts=tuple(starts),
             age_s=now_s - read_s,

@@ -11,14 +11,31 @@ from vllm_pd.state.demand import BOUNDS_S, DemandReport, Spread
 
 _NEW_SLACK_S = 2.0
 """A router that is not older than the time since the last look, and so much, has begun in it."""
+_LATE_S = 5.0
+"""A router that has said nothing new for so long is silent. It reports every second."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What one router did between two of its reports."""
+
+    earlier: DemandReport
+    later: DemandReport
+    whole: bool = True
+    """Whether it was there for all of the time since the last look; else it has begun in it."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.later.at_ms - self.earlier.at_ms) / 1000
 
 
 @dataclass(slots=True)
 class _Known:
-    base: DemandReport
-    """As it was at the last look at which it was new."""
+    newest: DemandReport
     changed_s: float
     """When it last was new, by the caller's clock."""
+    span: _Span | None = None
+    """To the newest report from the one before."""
 
 
 class DemandWatch:
@@ -29,47 +46,51 @@ class DemandWatch:
         self._looked_s: float | None = None
 
     def look(self, reports: Mapping[str, DemandReport], now_s: float, *, ttft_s: float, itl_s: float) -> Traffic | None:
-        """The traffic since the look before; None where nothing new was reported of a known span.
+        """The traffic since the look before; None where it is not known of every router.
 
         Args:
             now_s: monotonic.
             ttft_s, itl_s: the targets that `Latency.within` is about.
         """
         before, self._looked_s = self._looked_s, now_s
-        spans: list[tuple[DemandReport, DemandReport]] = []
-        known: dict[str, _Known] = {}
-        for router, report in reports.items():
-            seen = self._known.get(router)
-            if seen is None:
-                age_s = (report.at_ms - report.started_ms) / 1000
-                if before is not None and 0 <= age_s <= now_s - before + _NEW_SLACK_S:
-                    spans.append((_begun(report), report))
-                known[router] = _Known(report, now_s)
-            elif report.at_ms != seen.base.at_ms:
-                if report.at_ms > seen.base.at_ms and report.started_ms == seen.base.started_ms:
-                    spans.append((seen.base, report))
-                known[router] = _Known(report, now_s)
-            else:
-                known[router] = seen
-        self._known = known
+        self._known = {
+            router: self._followed(self._known.get(router), report, before, now_s) for router, report in reports.items()
+        }
+        if any(now_s - known.changed_s > _LATE_S for known in self._known.values()):
+            # What the others had to do is not all there was.
+            return None
+        spans = [known.span for known in self._known.values() if known.span is not None and known.span.seconds > 0]
         if not spans:
             return None
-        seconds = sum(later.at_ms - earlier.at_ms for earlier, later in spans) / len(spans) / 1000
-        if seconds <= 0:
-            return None
+        # One that has just begun had less time to do anything, and one whose last report was lost tells of more.
+        whole = [span.seconds for span in spans if span.whole]
+        seconds = min(whole) if whole else max(span.seconds for span in spans)
         finished = _sum(spans, "finished")
         return Traffic(
             seconds=seconds,
-            arrivals=_sum(spans, "arrivals"),
-            finished=finished,
-            prompt_tokens=_sum(spans, "prompt_tokens"),
-            uncached_tokens=_sum(spans, "uncached_tokens"),
-            output_tokens=_sum(spans, "output_tokens"),
+            arrivals=_sum(spans, "arrivals", seconds),
+            finished=_sum(spans, "finished", seconds),
+            prompt_tokens=_sum(spans, "prompt_tokens", seconds),
+            uncached_tokens=_sum(spans, "uncached_tokens", seconds),
+            output_tokens=_sum(spans, "output_tokens", seconds),
             mean_output=_sum(spans, "finished_output_tokens") / finished if finished else None,
-            ttft=latency([(earlier.ttft, later.ttft) for earlier, later in spans], ttft_s),
-            itl=latency([(earlier.itl, later.itl) for earlier, later in spans], itl_s),
-            age_s=max(now_s - each.changed_s for each in known.values()),
+            ttft=latency([(span.earlier.ttft, span.later.ttft) for span in spans], ttft_s),
+            itl=latency([(span.earlier.itl, span.later.itl) for span in spans], itl_s),
+            age_s=max(now_s - known.changed_s for known in self._known.values()),
         )
+
+    @staticmethod
+    def _followed(known: _Known | None, report: DemandReport, before: float | None, now_s: float) -> _Known:
+        if known is not None and known.newest.started_ms == report.started_ms:
+            if report.at_ms == known.newest.at_ms:
+                # The moment's delay of a report is no silence: it goes on as it did.
+                return known
+            came = report.at_ms > known.newest.at_ms
+            return _Known(report, now_s, _Span(known.newest, report) if came else None)
+        age_s = (report.at_ms - report.started_ms) / 1000
+        if before is not None and 0 <= age_s <= now_s - before + _NEW_SLACK_S:
+            return _Known(report, now_s, _Span(_begun(report), report, whole=False))
+        return _Known(report, now_s)
 
 
 def usual_rates(reports: Mapping[str, DemandReport]) -> Rates | None:
@@ -100,9 +121,13 @@ def _begun(report: DemandReport) -> DemandReport:
     return DemandReport(report.started_ms, report.started_ms)
 
 
-def _sum(spans: Sequence[tuple[DemandReport, DemandReport]], name: str) -> int:
-    total: int = sum(getattr(later, name) - getattr(earlier, name) for earlier, later in spans)
-    return max(0, total)
+def _sum(spans: Sequence[_Span], name: str, seconds: float | None = None) -> int:
+    """Of all spans; of each no more than its part of `seconds`, if given."""
+    total = 0.0
+    for span in spans:
+        part = 1.0 if seconds is None else min(1.0, seconds / span.seconds)
+        total += (getattr(span.later, name) - getattr(span.earlier, name)) * part
+    return max(0, round(total))
 
 
 def _edges(bucket: int) -> tuple[float, float]:

@@ -26,13 +26,15 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class DemandReport:
-    """One router's totals for one pool since `started_ms`. They only grow."""
+    """One router's totals for one pool since `started_ms`. They only grow; those that begin anew have another start."""
 
     started_ms: int
+    """The router's clock then, milliseconds since 1970."""
     at_ms: int
-    """When it was made, the router's clock, milliseconds since 1970."""
+    """When it was made: `started_ms` and the time that has really passed since, whatever became of the clock."""
     arrivals: int = 0
     finished: int = 0
+    """Answers that have ended and whose length is known."""
     prompt_tokens: int = 0
     uncached_tokens: int = 0
     output_tokens: int = 0

@@ -28,6 +28,7 @@ def decode_report(data: bytes) -> DemandReport:
     if any(len(spread.counts) != len(BOUNDS_S) + 1 for spread in spreads):
         raise ValueError("its histograms have other buckets than this version's")
     counts = [report.arrivals, report.finished, report.prompt_tokens, report.uncached_tokens, report.output_tokens]
+    counts.append(report.finished_output_tokens)
     if min(counts) < 0 or any(min(spread.counts) < 0 for spread in spreads):
         raise ValueError("a total is below 0")
     figures = [spread.sum_s for spread in spreads] + list(astuple(report.rates) if report.rates is not None else ())

@@ -10,6 +10,7 @@ from vllm_pd.planner.model import PoolView, WorkerView
 from vllm_pd.planner.observe import Observer
 from vllm_pd.state import Epoch, Role, WantedRole, WorkerId, WorkerLoad
 from vllm_pd.state.base import MoveState, RoleMove
+from vllm_pd.state.demand import DemandReport
 from vllm_pd.state.prefill_queue import JobId, PrefillJob
 
 NAME = WorkerId("a:1")
@@ -104,4 +105,35 @@ async def test_the_queue_is_what_waits_and_a_store_that_fails_is_partial_not_emp
     view = await eyes.observer.view(POOL.id, states, 5.0)
     assert (view.queue, view.traffic) == (None, None)
     assert "the prefill queue" in view.partial
+    assert view.rates is None
     assert "what arrived" in view.partial
+
+
+async def test_what_arrived_while_the_store_was_away_for_a_look_is_known_at_the_next() -> None:
+    eyes = Eyes()
+    await eyes.world.join(worker(NAME, Role.PREFILL))
+
+    async def report(arrivals: int) -> None:
+        made = DemandReport(0, round(eyes.world.now * 1000), arrivals)
+        await eyes.world.demand.publish(POOL.id, "r1", made, LONG_MS)
+
+    await report(100)
+    await eyes.view()
+    states = (await eyes.observer.pools())[POOL.id]
+    eyes.world.now += 10
+    eyes.world.away = True
+    assert (await eyes.observer.view(POOL.id, states, 5.0)).traffic is None
+    eyes.world.away = False
+    eyes.world.now += 10
+    await report(140)
+    traffic = (await eyes.view()).traffic
+    assert traffic is not None
+    assert (traffic.seconds, traffic.arrivals) == (20.0, 40)
+
+
+async def test_the_list_of_workers_is_as_old_as_the_look_at_the_registry() -> None:
+    eyes = Eyes()
+    await eyes.world.join(worker(NAME, Role.PREFILL))
+    states = (await eyes.observer.pools())[POOL.id]
+    eyes.world.now += 12
+    assert (await eyes.observer.view(POOL.id, states, 5.0)).age_s == 12

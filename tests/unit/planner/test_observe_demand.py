@@ -51,6 +51,32 @@ def test_routers_are_added_up_and_one_that_has_just_begun_counts_from_its_start(
     assert traffic.arrivals == 17
 
 
+def test_routers_that_are_restarted_one_after_the_other_are_no_rush() -> None:
+    watch = DemandWatch()
+    watch.look({"a": report(0, 10)}, 0.0, **TARGETS)
+    new = {f"r{n}": report(10, 1, started_s=10.0 - n) for n in (1, 2, 3)}
+    traffic = watch.look({"a": report(10, 20), **new}, 10.0, **TARGETS)
+    assert traffic is not None
+    assert (traffic.seconds, traffic.arrivals) == (10.0, 13)
+
+
+def test_a_router_that_was_silent_for_a_look_is_counted_for_as_long_as_the_others() -> None:
+    watch = DemandWatch()
+    watch.look({"a": report(0, 0), "b": report(0, 0)}, 0.0, **TARGETS)
+    assert watch.look({"a": report(0, 0), "b": report(10, 10)}, 10.0, **TARGETS) is None
+    traffic = watch.look({"a": report(20, 20), "b": report(20, 20)}, 20.0, **TARGETS)
+    assert traffic is not None
+    assert (traffic.seconds, traffic.arrivals) == (10.0, 20)
+
+
+def test_totals_that_began_anew_count_from_there() -> None:
+    watch = DemandWatch()
+    watch.look({"a": report(0, 1000)}, 0.0, **TARGETS)
+    traffic = watch.look({"a": report(10, 7, started_s=4.0)}, 10.0, **TARGETS)
+    assert traffic is not None
+    assert traffic.arrivals == 7
+
+
 def test_a_router_that_was_there_before_we_looked_counts_from_the_next_time() -> None:
     watch = DemandWatch()
     watch.look({"a": report(0, 10)}, 0.0, **TARGETS)
@@ -82,13 +108,27 @@ def test_a_lost_report_loses_nothing() -> None:
     assert (traffic.seconds, traffic.arrivals) == (20.0, 30)
 
 
-def test_one_of_two_routers_that_fell_silent_shows_in_the_age() -> None:
+def test_while_one_of_two_routers_is_silent_what_arrives_is_not_known() -> None:
     watch = DemandWatch()
     watch.look({"a": report(0), "b": report(0)}, 0.0, **TARGETS)
-    watch.look({"a": report(10), "b": report(10)}, 10.0, **TARGETS)
-    traffic = watch.look({"a": report(20), "b": report(10)}, 20.0, **TARGETS)
+    watch.look({"a": report(10, 10), "b": report(10, 10)}, 10.0, **TARGETS)
+    assert watch.look({"a": report(20, 20), "b": report(10, 10)}, 20.0, **TARGETS) is None
+    # It is gone: the other one has all there is.
+    traffic = watch.look({"a": report(30, 40)}, 30.0, **TARGETS)
     assert traffic is not None
-    assert traffic.age_s == 10.0
+    assert (traffic.seconds, traffic.arrivals) == (10.0, 20)
+
+
+def test_a_report_that_is_a_moment_late_goes_on_as_before() -> None:
+    watch = DemandWatch()
+    watch.look({"a": report(0), "b": report(0)}, 0.0, **TARGETS)
+    watch.look({"a": report(1, 10), "b": report(1, 30)}, 1.0, **TARGETS)
+    traffic = watch.look({"a": report(2, 20), "b": report(1, 30)}, 2.0, **TARGETS)
+    assert traffic is not None
+    assert (traffic.seconds, traffic.arrivals, traffic.age_s) == (1.0, 40, 1.0)
+    traffic = watch.look({"a": report(3, 30), "b": report(3, 90)}, 3.0, **TARGETS)
+    assert traffic is not None
+    assert (traffic.seconds, traffic.arrivals) == (1.0, 40)
 
 
 def test_a_routers_clock_that_went_back_costs_one_look() -> None:

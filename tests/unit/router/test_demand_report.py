@@ -67,6 +67,64 @@ def test_the_role_of_a_chat_and_the_end_of_a_stream_are_no_tokens() -> None:
     assert gaps(totals)[0] == 0
 
 
+def test_the_counts_at_the_end_of_a_stream_are_no_token() -> None:
+    answer, totals, _ = served()
+    answer.begun(0.5)
+    answer.events(b'data: {"choices":[{"text":"a"}],"usage":null}\n\n')
+    answer.events(b'data: {"choices":[],"usage":{"completion_tokens":1}}\n\ndata: [DONE]\n\n')
+    assert (totals.output_tokens, gaps(totals)[0]) == (1, 0)
+
+
+def test_an_event_with_several_tokens_counts_as_many_where_that_is_known() -> None:
+    answer, totals, clock = served(preface=1)
+    answer.begun(0.5)
+    answer.events(b"data: {}\n\n", 0)
+    answer.events(b"data: {}\n\n", 1)
+    clock.now += 0.6
+    answer.events(b"data: {}\n\n", 3)
+    assert totals.output_tokens == 4
+    assert gaps(totals) == (3, pytest.approx(0.6))
+
+
+def test_the_time_in_which_another_worker_takes_a_stream_over_is_a_gap_in_it() -> None:
+    answer, totals, clock = served()
+    answer.begun(0.5)
+    answer.events(b"data: {}\n\n")
+    clock.now += 2
+    answer.begun(None)
+    answer.events(b"data: {}\n\n")
+    assert gaps(totals) == (1, pytest.approx(2.0))
+
+
+def test_what_has_no_answer_makes_answers_no_shorter() -> None:
+    refused, totals, _ = served()
+    refused.ended()
+    assert totals.finished == 0
+
+
+def test_a_wall_clock_that_jumps_does_not_change_the_time_in_which_it_was_served(
+    monkeypatch: pytest.MonkeyPatch, pd: PD
+) -> None:
+    clock, directory = Clock(), pd.cluster.service.directory
+    meter = DemandMeter(clock)
+    first = meter.report(SPEC.id, directory)
+    monkeypatch.setattr("vllm_pd.router.demand_report.time.time", lambda: 5.0)
+    clock.now += 10
+    meter.arrived(SPEC.id, 10, 10, chat=False)
+    later = meter.report(SPEC.id, directory)
+    assert (later.started_ms, later.at_ms - first.at_ms) == (first.started_ms, 10_000)
+
+
+async def test_totals_that_begin_anew_say_so(pd: PD) -> None:
+    meter, directory = DemandMeter(), pd.cluster.service.directory
+    meter.arrived(SPEC.id, 10, 10, chat=False)
+    before = meter.report(SPEC.id, directory)
+    await asyncio.sleep(0.002)
+    meter.keep_only(set())
+    after = meter.report(SPEC.id, directory)
+    assert (after.arrivals, after.started_ms > before.started_ms) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("body", "tokens"),
     [
@@ -100,7 +158,8 @@ async def test_requests_are_counted_once_whichever_way_they_go(pd: PD) -> None:
             status, _ = await pd.cluster.post(path, {**body, "stream": stream})
             assert status == 200
     after = await report(pd)
-    assert (after.arrivals, after.finished) == (4, 4)
+    # The fake worker's whole answers do not say how long they are.
+    assert (after.arrivals, after.finished) == (4, 2)
     assert after.prompt_tokens >= after.uncached_tokens > 0
     # Two events of each stream, of a chat's the first is the role.
     assert after.output_tokens == after.finished_output_tokens == 3
@@ -133,13 +192,14 @@ async def test_a_request_that_nobody_serves_and_a_client_that_leaves_have_arrive
 
     async def both() -> bool:
         totals[:] = [await report(pd)]
-        return totals[0].finished == 2
+        return totals[0].finished == 1
 
     for _ in range(500):
         if await both():
             break
         await asyncio.sleep(0.02)
-    assert (totals[0].arrivals, totals[0].finished) == (2, 2)
+    # What nobody answered has no length.
+    assert (totals[0].arrivals, totals[0].finished) == (2, 1)
     assert sum(totals[0].ttft.counts) == 1
 
 
