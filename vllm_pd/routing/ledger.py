@@ -22,7 +22,19 @@ _TYPICAL_TOKENS = 1000
 
 
 class _Request:
-    __slots__ = ("blocks", "cached", "missing", "new", "promises", "seconds", "silent", "since", "turn", "work")
+    __slots__ = (
+        "blocks",
+        "cached",
+        "crowded",
+        "missing",
+        "new",
+        "promises",
+        "seconds",
+        "silent",
+        "since",
+        "turn",
+        "work",
+    )
 
     def __init__(self, ask: Ask, overlap: Overlap, cached: int, silent: bool, now: float) -> None:
         self.cached = cached
@@ -37,6 +49,8 @@ class _Request:
         """Its first token is not seen: the answer comes in one piece."""
         self.missing = ask.blocks - overlap.gpu
         """Blocks to hand over if another worker prefills it."""
+        self.crowded: bool | None = None
+        """Whether it was sent to an engine without room for what it brings; None: prefilled elsewhere, not sent yet."""
         self.turn = now
         """Of those that wait, the one with the smallest is computed next."""
         self.since = now
@@ -263,6 +277,12 @@ class EngineLedger:
         entry = self._remote.get(request)
         if entry is not None:
             entry.since = now
+            entry.crowded = self._lacks_room(entry)
+
+    def _lacks_room(self, entry: _Request) -> bool:
+        """Whether a request that comes now waits until others end."""
+        coming = sum(other.missing for other in self._remote.values() if other.crowded is not None)
+        return bool(self.kv_blocks) and self.kv_usage * self.kv_blocks + coming + entry.missing > self.kv_blocks
 
     def first_token(self, request: Hashable, now: float, took: float | None = None) -> None:
         """The first byte of its answer came. Ignored for a name that is unknown or had its first token.
@@ -271,7 +291,10 @@ class EngineLedger:
         """
         entry = self._remote.pop(request, None)
         if entry is not None:
-            self._speed.observe_transfer(entry.missing, now - entry.since)
+            # The wait for room is none of the hand-over's time. Counted as such, it made hand-overs look dear for good:
+            # decode workers then computed all prompts themselves, and nothing corrected it.
+            if not entry.crowded:
+                self._speed.observe_transfer(entry.missing, now - entry.since)
         else:
             if request not in self._queue:
                 return

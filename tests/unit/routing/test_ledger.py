@@ -87,6 +87,23 @@ def test_hand_over_is_measured_from_the_end_of_the_prefill() -> None:
     assert ledger.rates.transfer(100) == pytest.approx(0.2, rel=0.2)
 
 
+def test_the_wait_for_room_is_no_hand_over_time() -> None:
+    """Else decode workers that were full once would compute all prompts themselves from then on, and learn nothing."""
+    ledger = engine("a")
+    ledger.kv_blocks = 1000
+    for n in range(20):
+        at = n * 100.0
+        ledger.report(9, 0, 0.85, at)
+        for name in ("fits", "waits"):
+            send(ledger, f"{name}{n}", 1000, at, remote=True)
+            ledger.prefilled(f"{name}{n}", at + 5.0)
+        ledger.first_token(f"fits{n}", at + 5.2)
+        ledger.first_token(f"waits{n}", at + 65.0)
+        ledger.finish(f"fits{n}", at + 66.0)
+        ledger.finish(f"waits{n}", at + 66.0)
+    assert ledger.rates.transfer(100) == pytest.approx(0.2, rel=0.2)
+
+
 def test_rates_are_learned_behind_a_queue_without_counting_the_queue() -> None:
     """Ten requests at once: the last waits nine times its own work, but each took two seconds."""
     ledger = engine("a")
