@@ -105,7 +105,7 @@ async def _serve(settings: PlannerSettings) -> None:
     from vllm_pd.planner.service import PlannerService
 
     service = PlannerService(settings)
-    page = PlannerPage(service.metrics, lambda: status_json(service.id, settings.dry_run, service.statuses))
+    page = PlannerPage(service.metrics, lambda: status_json(service.id, settings.dry_run, service.statuses()))
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,7 +128,7 @@ def _explain(args: argparse.Namespace) -> int:
         limit = args.last if not args.changes else _LOOKED_AT
         steps = decode_steps(await board.journal(pool.id, limit))
         newest = decode_steps([await board.newest(pool.id)])
-        if newest and (not steps or newest[0].at_s > steps[-1].at_s):
+        if newest and (not steps or newest[0].at_s != steps[-1].at_s):
             steps += newest
         wanted = [step for step in steps if step.done or not args.changes]
         return wanted[-args.last :]

@@ -66,12 +66,14 @@ def encode_step(step: Step) -> bytes:
 
 
 def decode_steps(entries: Iterable[bytes | None]) -> list[Step]:
-    """Those that can be read; another version may have written others."""
-    steps = []
+    """Those that can be read; another version may have written others. One whose writing was answered too late may have
+    been written once more."""
+    steps, before = [], b""
     for entry in entries:
         try:
-            if entry:
+            if entry and entry != before:
                 steps.append(_decoder.decode(entry))
+                before = entry
         except msgspec.DecodeError:
             continue
     return steps

@@ -85,6 +85,11 @@ class Leadership:
             return None
         return kept.led if kept.led.ends_s - self._clock() > _LAST_PART * self._lease_s else None
 
+    def leads(self, pool: PoolId) -> bool:
+        """Whether this planner leads a pool now, if only for a moment."""
+        kept = self._pools.get(pool)
+        return kept is not None and kept.led is not None and kept.led.ends_s > self._clock()
+
     def term(self, pool: PoolId) -> int:
         """Number of the newest leadership of a pool that this planner knows to be its own; 0 for none."""
         kept = self._pools.get(pool)
@@ -152,10 +157,13 @@ class Leadership:
 
     async def resign(self) -> None:
         """Let others lead at once. Never raises for a store that fails: the leases end by themselves."""
-        for pool, kept in self._pools.items():
-            led, kept.led = kept.led, None
-            if led is not None:
-                try:
-                    await self._board.resign(pool, self.planner, led.term)
-                except StoreError as e:
-                    _log.debug("the leadership of pool %s is left to end: %s", pool, e)
+        await asyncio.gather(*(self._resign(pool, kept) for pool, kept in self._pools.items()))
+
+    async def _resign(self, pool: PoolId, kept: _Pool) -> None:
+        led, kept.led = kept.led, None
+        if led is None:
+            return
+        try:
+            await self._board.resign(pool, self.planner, led.term)
+        except StoreError as e:
+            _log.debug("the leadership of pool %s is left to end: %s", pool, e)

@@ -27,8 +27,12 @@ from vllm_pd.planner.plan import step
 from vllm_pd.state.base import PoolId, Role, WorkerState
 from vllm_pd.state.planner_board import PlannerBoard
 
+_MOST_OWED = 32
+"""Entries of the journal that are kept while the store does not take them."""
 _SHORT_S = 3.0
 """An outage of the store in which no worker's lease can have ended. One that lost what it held is known otherwise."""
+
+_ROUND = "round"
 
 Decide = Callable[[PoolView, Memory, PlannerConfig], tuple[Plan, Memory]]
 
@@ -42,8 +46,9 @@ class _Planned:
     term: int
     memory: Memory
     journal: Journal = field(default_factory=Journal)
-    left_open: Step | None = None
-    """The last step of the planner before, if it ended in the middle of it."""
+    owed: list[bytes] = field(default_factory=list)
+    """Entries that are not in the store's journal yet. In a new term the last step of the planner before is, if that
+    one ended in the middle of it."""
 
 
 class PlannerLoop:
@@ -92,26 +97,31 @@ class PlannerLoop:
         self._trouble: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Plan until cancelled, then let others lead."""
+        """Plan until cancelled. What is led then is left to its lease, or to `Leadership.resign`."""
         standing = asyncio.create_task(self._leadership.run())
         try:
             while True:
                 began_s = self._clock()
-                try:
-                    await self.round()
-                except Exception as e:
-                    self._unforeseen("round", e)
+                await self.guarded_round()
                 await asyncio.sleep(max(0.0, began_s + self._config.interval_s - self._clock()))
         finally:
             await end_tasks([standing])
-            await self._leadership.resign()
+
+    async def guarded_round(self) -> None:
+        """`round`, of which an error that nobody foresaw costs only this one."""
+        try:
+            await self.round()
+        except Exception as e:
+            self._unforeseen(_ROUND, e)
+        else:
+            self._trouble.pop(_ROUND, None)
 
     async def round(self) -> None:
         """One step of every pool. Never raises for a store that fails."""
         try:
             pools = await self._observer.pools()
         except StoreError as e:
-            self._store_failed("round", e)
+            self._store_failed(_ROUND, e)
             return
         if self._away_s is not None:
             away_s, self._away_s = self._clock() - self._away_s, None
@@ -123,6 +133,7 @@ class PlannerLoop:
         for gone in set(self._statuses) - set(pools):
             self._statuses.pop(gone)
             self._planned.pop(gone, None)
+            self._trouble.pop(gone, None)
         await asyncio.gather(*(self._guarded_step(pool, workers) for pool, workers in pools.items()))
 
     async def _guarded_step(self, pool: PoolId, workers: Sequence[WorkerState]) -> None:
@@ -192,8 +203,8 @@ class PlannerLoop:
         if planned is None or planned.term != led.term:
             memory = decode_memory(await self._board.memory(pool))
             newest = decode_steps([await self._board.newest(pool)])
-            left_open = newest[0] if newest and newest[0].is_open else None
-            planned = self._planned[pool] = _Planned(led.term, memory, left_open=left_open)
+            owed = [encode_step(each) for each in newest if each.is_open]
+            planned = self._planned[pool] = _Planned(led.term, memory, owed=owed)
         return planned
 
     async def _decide(self, pool: PoolId, view: PoolView, memory: Memory) -> tuple[Plan, Memory]:
@@ -243,22 +254,23 @@ class PlannerLoop:
                 outcome = await self._actuator.act(pool, action)
         except ActuatorError as e:
             return Did.UNKNOWN, str(e)
+        except Exception as e:
+            # Nobody foresaw it, so it may have been begun; were the step to fail, the next one would begin it again.
+            _log.exception("pool %s: an actuator failed", pool)
+            return Did.UNKNOWN, f"It failed unexpectedly, see the planner's log ({e!r})."
         return (Did.BEGUN if outcome.ok else Did.REFUSED), outcome.detail
 
     async def _write(
         self, pool: PoolId, led: Led, planned: _Planned, memory: Memory, step: Step, *, kept: bool
     ) -> bool:
         """False when another planner leads by now. `kept`: the step has ended, and may go to the journal."""
-        entries: list[bytes] = []
-        if planned.left_open is not None:
-            entries.append(encode_step(planned.left_open))
         if kept and (entry := planned.journal.entry(step)) is not None:
-            entries.append(encode_step(entry))
+            planned.owed = [*planned.owed, encode_step(entry)][-_MOST_OWED:]
         written = await self._board.write(
-            pool, led.term, memory=encode_memory(memory), newest=encode_step(step), journal=entries
+            pool, led.term, memory=encode_memory(memory), newest=encode_step(step), journal=planned.owed
         )
         if written:
-            planned.left_open = None
+            planned.owed = []
         return written
 
     def _lost(self, pool: PoolId, step: Step) -> None:

@@ -74,11 +74,17 @@ class PoolStatus:
     """Of the newest step, on the clock of the metrics."""
 
 
+def current(statuses: Mapping[PoolId, PoolStatus], leads: Callable[[PoolId], bool]) -> dict[PoolId, PoolStatus]:
+    """What the newest steps saw, without pools that this planner led then and does not lead any more: a step may take
+    long, and the one after it may fail."""
+    return {pool: status if not status.leads or leads(pool) else PoolStatus(False) for pool, status in statuses.items()}
+
+
 class PlannerMetrics:
     """All metrics of one planner.
 
     Args:
-        statuses: by pool; kept up by the loop.
+        statuses: of the pools as they are now, see `current`.
         clock: that of `PoolStatus.at_s`.
     """
 
@@ -89,7 +95,7 @@ class PlannerMetrics:
         *,
         planner: str,
         dry_run: bool,
-        statuses: Mapping[PoolId, PoolStatus],
+        statuses: Callable[[], Mapping[PoolId, PoolStatus]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steps = Counter(
@@ -140,7 +146,7 @@ class _PoolCollector(Collector):
         config: PlannerConfig,
         planner: str,
         dry_run: bool,
-        statuses: Mapping[PoolId, PoolStatus],
+        statuses: Callable[[], Mapping[PoolId, PoolStatus]],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -171,10 +177,11 @@ class _PoolCollector(Collector):
                 f"{PREFIX}_store_up", "1 when the store answered the last time it was asked.", int(self.store_up)
             )
         leader = _gauge("leader", "1 while this planner decides about the pool, 0 while another one does.", "pool")
-        for pool, status in self._statuses.items():
+        statuses = self._statuses()
+        for pool, status in statuses.items():
             leader.add_metric([pool], int(status.leads))
         yield leader
-        yield from self._pools({pool: status for pool, status in self._statuses.items() if status.leads})
+        yield from self._pools({pool: status for pool, status in statuses.items() if status.leads})
 
     def _pools(self, statuses: Mapping[PoolId, PoolStatus]) -> Iterator[Metric]:
         age = _gauge("step_age_seconds", "Since the newest step of the pool's planning.", "pool")

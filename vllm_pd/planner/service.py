@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -19,7 +21,7 @@ from vllm_pd.planner.actuators.choose import Actuators, open_actuator
 from vllm_pd.planner.actuators.context import ActuatorContext
 from vllm_pd.planner.leader import Leadership, steady_s
 from vllm_pd.planner.loop import PlannerLoop
-from vllm_pd.planner.metrics import PlannerMetrics, PoolStatus
+from vllm_pd.planner.metrics import PlannerMetrics, PoolStatus, current
 from vllm_pd.planner.model import AddAction, Mode
 from vllm_pd.planner.observe import Observer
 from vllm_pd.planner.settings import PlannerSettings
@@ -71,8 +73,7 @@ class PlannerService:
         store, namespace, config = settings.store, settings.namespace, settings.config
         self.id = new_planner_id()
         self.metrics = registry or CollectorRegistry()
-        self.statuses: dict[PoolId, PoolStatus] = {}
-        """By pool; as the newest step saw it."""
+        statuses: dict[PoolId, PoolStatus] = {}
         timeout_s = min(STORE_TIMEOUT_S, settings.lease / 3)
         workers = open_registry(store, namespace, timeout_s=timeout_s)
         roles = open_roles(store, namespace, timeout_s=timeout_s)
@@ -80,7 +81,9 @@ class PlannerService:
         queue = open_prefill_queue(store, namespace, timeout_s=timeout_s)
         board = open_planner_board(store, namespace, timeout_s=timeout_s, dry=settings.dry_run)
         self._stores: list[_Closing] = [workers, roles, demand, queue, board]
-        leadership = Leadership(board, self.id, settings.lease, clock)
+        leadership = self._leadership = Leadership(board, self.id, settings.lease, clock)
+        self.statuses = partial(current, statuses, leadership.leads)
+        """By pool, as the newest step saw it."""
         if actuator is None:
             context = ActuatorContext(
                 store,
@@ -107,7 +110,7 @@ class PlannerService:
             PlannerMetrics(
                 self.metrics, config, planner=self.id, dry_run=settings.dry_run, statuses=self.statuses, clock=clock
             ),
-            self.statuses,
+            statuses,
             settle_s=settings.settle,
             dry_run=settings.dry_run,
             clock=clock,
@@ -125,6 +128,10 @@ class PlannerService:
         task, self._task = self._task, None
         if task is not None:
             await end_tasks([task])
+            # Not in that task, which is cancelled until it has ended.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._leadership.resign()
         stores, self._stores = self._stores, []
         closing: list[_Closing] = [self._actuator, *stores] if stores else []
         for each in closing:
@@ -133,6 +140,9 @@ class PlannerService:
                     await each.close()
             except TimeoutError:
                 _log.debug("%s did not close its connections in time", type(each).__name__)
+            except Exception:
+                # The others are to be closed all the same.
+                _log.exception("%s could not be closed", type(each).__name__)
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

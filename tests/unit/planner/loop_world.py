@@ -16,7 +16,7 @@ from vllm_pd.planner.journal import Step, decode_steps
 from vllm_pd.planner.leader import Leadership
 from vllm_pd.planner.loop import Decide, PlannerLoop
 from vllm_pd.planner.memory import AskedMove, Memory
-from vllm_pd.planner.metrics import PREFIX, PlannerMetrics, PoolStatus
+from vllm_pd.planner.metrics import PREFIX, PlannerMetrics, PoolStatus, current
 from vllm_pd.planner.model import Action, MoveAction, Plan, PoolView, StartView
 from vllm_pd.planner.observe import Observer
 from vllm_pd.state import Epoch, PoolId, PoolSpec, Role, WorkerId, WorkerLoad, WorkerRecord
@@ -106,7 +106,14 @@ class Member:
             self.board,
             self.leadership,
             self.actuator,
-            PlannerMetrics(self.registry, CONFIG, planner=name, dry_run=dry_run, statuses=self.statuses, clock=clock),
+            PlannerMetrics(
+                self.registry,
+                CONFIG,
+                planner=name,
+                dry_run=dry_run,
+                statuses=lambda: current(self.statuses, self.leadership.leads),
+                clock=clock,
+            ),
             self.statuses,
             settle_s=20.0,
             dry_run=dry_run,

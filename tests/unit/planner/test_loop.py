@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from tests.conformance.registry import OTHER_POOL, POOL
-from tests.unit.planner.loop_world import LEASE_S, MOVE, Script, World, unknown, worker
+from tests.unit.planner.loop_world import LEASE_S, LONG_MS, MOVE, Script, World, unknown, worker
 from vllm_pd.planner.actuator import Outcome
 from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.memory import Memory, decode_memory
 from vllm_pd.planner.model import Action, AddAction, GiveUp, MoveAction, Plan, PoolView
+from vllm_pd.planner.service import PlannerService
+from vllm_pd.planner.settings import PlannerSettings
 from vllm_pd.state import Epoch, Role, WorkerId
+from vllm_pd.state.memory_planner_board import MemoryPlannerBoard
+from vllm_pd.state.open_registry import open_planner_board, open_registry
 
 SECOND_MOVE = MoveAction(WorkerId("w2:1"), Epoch(1), Role.DECODE, "a test wants it too")
 
@@ -153,6 +158,87 @@ async def test_an_actuator_that_does_not_answer_leaves_the_outcome_open(world: W
     one.actuator.before = None
     await one.round()
     assert one.actuator.asked == [MOVE]
+
+
+async def test_an_actuator_that_fails_as_nobody_foresaw_may_have_done_it_all_the_same(world: World) -> None:
+    one = world.planner("one", Script(MOVE, plan=None))
+
+    async def fail(action: Action) -> Outcome | None:
+        raise KeyError("a reply of another version")
+
+    one.actuator.before = fail
+    await one.round()
+    (done,) = (await one.newest()).done
+    assert done.did == "unknown" and "a reply of another version" in done.detail
+    world.now += 5
+    await one.round()
+    assert one.actuator.asked == [MOVE], "it is not done once more"
+
+
+async def test_what_came_of_a_step_is_told_though_the_store_was_away_when_it_was_known(world: World) -> None:
+    one = world.planner("one", Script(MOVE))
+
+    async def lose_the_store(action: Action) -> Outcome | None:
+        world.away = True
+        return None
+
+    one.actuator.before = lose_the_store
+    await one.round()
+    world.away = False
+    world.now += 1
+    await one.round()
+    told = [each for each in await one.journal() if each.done]
+    assert [[each.did for each in step.done] for step in told] == [["begun"]]
+
+
+async def test_an_error_is_logged_again_once_it_was_gone(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world.planner("one", Script())
+    pools = one.loop._observer.pools
+    rounds = iter((True, True, False, True))
+
+    async def observe() -> object:
+        if next(rounds):
+            raise ZeroDivisionError
+        return await pools()
+
+    monkeypatch.setattr(one.loop._observer, "pools", observe)
+    for _ in range(4):
+        await one.loop.guarded_round()
+        world.now += 5
+    assert len([record for record in caplog.records if record.exc_info]) == 2
+
+
+async def test_a_leadership_that_ran_out_is_not_shown_whatever_the_step_is_at(world: World) -> None:
+    one = world.planner("one", Script(MOVE))
+    await one.round()
+    assert one.metric("leader", pool=POOL.id) == 1
+    world.now += LEASE_S + 1
+    assert one.metric("leader", pool=POOL.id) == 0
+    assert one.metric("workers", pool=POOL.id, role="prefill") is None
+
+
+async def test_a_planner_that_is_stopped_again_and_again_lets_others_lead_all_the_same(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = f"memory://{world.now}"
+    service = PlannerService(PlannerSettings(store=store, namespace="n"))
+    registry, board = open_registry(store, "n"), open_planner_board(store, "n")
+    await registry.heartbeat(worker("w1:1", Role.BOTH), LONG_MS)
+    resign = MemoryPlannerBoard.resign
+
+    async def slowly(self: MemoryPlannerBoard, *args: Any) -> bool:
+        await asyncio.sleep(0.3)
+        return await resign(self, *args)
+
+    monkeypatch.setattr(MemoryPlannerBoard, "resign", slowly)
+    await service._leadership.stand(POOL.id)
+    service.start()
+    await asyncio.sleep(0)
+    assert await board.leader(POOL.id) is not None
+    await service.stop()
+    assert await board.leader(POOL.id) is None
 
 
 async def test_what_nobody_can_do_is_said(world: World) -> None:
