@@ -57,6 +57,7 @@ class Agent:
         serves: answers whether the HTTP server of this process serves; the worker is registered once it does, so that
             a router never sees a worker that refuses connections.
         open_roles: makes the wishes for roles; None: the worker's role stays.
+        note_move: told of each change of the role that has ended, instead of the metrics of this process.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class Agent:
         open_index: Callable[[], BlockIndex],
         serves: Callable[[], Awaitable[bool]],
         open_roles: Callable[[], Roles] | None = None,
+        note_move: Callable[[RoleMove], None] | None = None,
     ) -> None:
         self._spec = spec
         self._open_registry = open_registry
         self._open_index = open_index
         self._serves = serves
         self._open_roles = open_roles
+        self._note_move = note_move or _note_move
         self._record = spec.record
         self._files: TokenizerFiles | None = None
         self._observed: dict[int, WorkerLoad] = {}
@@ -168,7 +171,7 @@ class Agent:
         roles = self._open_roles() if self._open_roles is not None and self._spec.is_registrar else None
         try:
             if roles is not None:
-                self._keeper = RoleKeeper(self._record, roles, _note_move)
+                self._keeper = RoleKeeper(self._record, roles, self._note_move)
             if prefill is not None and queue is not None:
                 self._runner = PrefillRunner(self._record, prefill, queue, self._progress)
                 self._runner.take(self._record.role.prefills)

@@ -1,7 +1,8 @@
-"""The metrics page of a mock worker, under vLLM's names."""
+"""The metrics page of a mock worker, under the names that vLLM and the agent of a real one use."""
 
 from __future__ import annotations
 
+from vllm_pd.sim.mock_counters import Seconds
 from vllm_pd.sim.mock_worker import MockWorker
 from vllm_pd.state.block_index import Tier
 
@@ -28,10 +29,22 @@ def metrics_page(worker: MockWorker) -> str:
     }
     for source, tokens in by_source.items():
         page.add("vllm:prompt_tokens_by_source", "counter", {"_total": tokens}, source=source)
+    cached = {
+        "device": counters.hits,
+        "host": counters.cpu_hits,
+        "disk": counters.ssd_hits,
+        "p2p": counters.external_hits - counters.cpu_hits - counters.ssd_hits,
+    }
+    for source, tokens in cached.items():
+        page.add("vllm:prompt_tokens_cached_by_source", "counter", {"_total": tokens}, source=source)
     page.add("vllm:generation_tokens", "counter", {"_total": counters.generation_tokens})
     for reason, count in (("length", counters.finished), ("abort", counters.aborted)):
         page.add("vllm:request_success", "counter", {"_total": count}, finished_reason=reason)
     page.histogram("vllm:time_to_first_token_seconds", counters.ttft)
+    page.histogram("vllm:inter_token_latency_seconds", counters.itl)
+    for outcome, moves in counters.moves.items():
+        page.add("vllm_pd_role_moves", "counter", {"_total": moves}, outcome=outcome)
+    page.histogram("vllm_pd_role_move_seconds", counters.move_seconds)
     for tier in (Tier.GPU, Tier.CPU, Tier.SSD):
         page.add("vllm_pd_mock_blocks", "gauge", {"": worker.blocks.count(tier)}, tier=str(tier.name).lower())
     if (prefill := worker.prefill_stats) is not None:
@@ -59,10 +72,10 @@ class _Page:
         text = ",".join(f'{name}="{_escaped(value)}"' for name, value in (self._labels | labels).items())
         self._lines += [f"{family}{suffix}{{{text}}} {value:.10g}" for suffix, value in values.items()]
 
-    def histogram(self, family: str, seconds: list[float]) -> None:
-        count, total = seconds
-        self.add(family, "histogram", {"_bucket": count}, le="+Inf")
-        self.add(family, "histogram", {"_sum": total, "_count": count})
+    def histogram(self, family: str, seconds: Seconds) -> None:
+        for bound, count in seconds.buckets():
+            self.add(family, "histogram", {"_bucket": count}, le=bound)
+        self.add(family, "histogram", {"_sum": seconds.total, "_count": sum(seconds.counts)})
 
     def text(self) -> str:
         return "\n".join(self._lines) + "\n"

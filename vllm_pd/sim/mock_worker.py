@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -25,6 +25,7 @@ from vllm_pd.given_up import LEASE_END_FIELD
 from vllm_pd.settings import DEFAULT_LEASE_S
 from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.live_engine import LiveEngine
+from vllm_pd.sim.mock_counters import Counters, Seconds
 from vllm_pd.sim.mock_events import BlockContent, BlockEvents, EventPublisher
 from vllm_pd.sim.mock_faults import Faults
 from vllm_pd.sim.mock_holds import MockHolds
@@ -73,9 +74,11 @@ class MockConfig:
 class Generation:
     """One request in the engine, as its HTTP handler sees it."""
 
-    def __init__(self, prompt: int, output: int) -> None:
+    def __init__(self, prompt: int, output: int, gaps: Seconds) -> None:
         self.prompt = prompt
         self.output = output
+        self._gaps = gaps
+        self._last = 0.0
         self.generated = 0
         self.finished = False
         self.work: Work | None = None
@@ -86,9 +89,17 @@ class Generation:
 
     def progress(self, generated: int, finished: bool) -> None:
         if generated != self.generated or finished:
+            self._note_gap(generated - self.generated)
             self.generated = generated
             self.finished = finished
             self._changed.set()
+
+    def _note_gap(self, tokens: int) -> None:
+        """Tokens that come together share the time since the ones before."""
+        now = time.perf_counter()
+        if self.generated and tokens > 0:
+            self._gaps.add((now - self._last) / tokens, tokens)
+        self._last = now
 
     def fetched(self) -> None:
         if self.on_fetched is not None:
@@ -99,24 +110,6 @@ class Generation:
         await self._changed.wait()
         self._changed.clear()
         return self.generated
-
-
-@dataclass(slots=True)
-class Counters:
-    """What a worker has done, for its metrics page."""
-
-    requests: int = 0
-    finished: int = 0
-    aborted: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    queries: int = 0
-    """Prompt tokens looked for in the cache."""
-    hits: int = 0
-    external_hits: int = 0
-    """Prompt tokens from lower tiers, and from other workers."""
-    ttft: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Count and sum of seconds."""
 
 
 class MockWorker:
@@ -185,7 +178,7 @@ class MockWorker:
         blocks = self._hasher.chain(everything, extra)
         if self._publisher is not None:
             self._describe(blocks, everything, lora)
-        generation = Generation(len(ids), output)
+        generation = Generation(len(ids), output, self.counters.itl)
         work = generation.work = Work(generation, len(ids), output, blocks, remote=remote, hold=hold, priority=priority)
         self.counters.requests += 1
         self.live.submit(work)
@@ -207,9 +200,10 @@ class MockWorker:
             counters.prompt_tokens += work.prompt
             counters.queries += work.prompt
             counters.hits += work.gpu_hits * size
+            counters.cpu_hits += work.cpu_hits * size
+            counters.ssd_hits += work.ssd_hits * size
             counters.external_hits += work.cached - work.gpu_hits * size
-            counters.ttft[0] += 1
-            counters.ttft[1] += first_token_s
+            counters.ttft.add(first_token_s)
         if work.hold and generation.finished and not generation.held:
             self.live.release(work)
         if not aborted:
@@ -331,7 +325,12 @@ class MockWorker:
             prefill=prefill if config.claims else None,
         )
         agent = self._agent = Agent(
-            spec, lambda: _Shared(registry), lambda: _Shared(index), _serves, lambda: _Shared(roles)
+            spec,
+            lambda: _Shared(registry),
+            lambda: _Shared(index),
+            _serves,
+            lambda: _Shared(roles),
+            self.counters.note_move,
         )
         self._agent_task = asyncio.create_task(self._run_agent(agent))
         self._report()

@@ -7,6 +7,7 @@ import json
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.sim.conftest import WAIT_S, Client, StartHost, until
 from vllm_pd.block_hash import KEY_BYTES, Lora
@@ -19,7 +20,7 @@ from vllm_pd.sim.samples import measure
 from vllm_pd.sim.timing import fit
 from vllm_pd.sim.work import EngineConfig
 from vllm_pd.state import open_block_index, open_registry
-from vllm_pd.state.base import PoolSpec, Registry, Role, WorkerRecord, WorkerState
+from vllm_pd.state.base import MoveState, PoolSpec, Registry, Role, RoleMove, WorkerRecord, WorkerState
 from vllm_pd.state.block_index import BlockIndex, Holder, Tier
 
 CHAT = "/v1/chat/completions"
@@ -124,6 +125,31 @@ async def test_metrics_have_the_names_of_vllm(start_workers: StartHost, client: 
     _, page = await client.get(f"{worker.url}/metrics")
     assert 'vllm:cache_config_info{engine="0",model_name="mock",block_size="16"' in page
     assert "vllm:num_requests_running" in page
+
+
+async def test_what_dashboards_ask_of_real_workers_mock_workers_tell_too(
+    start_workers: StartHost, client: Client
+) -> None:
+    (worker,) = await start_workers()
+    await client.chunks(worker.url + COMPLETION, {"model": "mock", "prompt": TEXT, "max_tokens": 5})
+    worker.counters.note_move(RoleMove("m", Role.PREFILL, "planner", MoveState.DONE, 0, took_ms=1500))
+    _, page = await client.get(f"{worker.url}/metrics")
+    found = {
+        (sample.name, sample.labels.get("le") or sample.labels.get("outcome") or sample.labels.get("source", "")): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+    assert found["vllm:time_to_first_token_seconds_bucket", "+Inf"] == 1
+    assert found["vllm:inter_token_latency_seconds_bucket", "+Inf"] == 4
+    assert found["vllm:inter_token_latency_seconds_count", ""] == 4
+    assert found["vllm:inter_token_latency_seconds_sum", ""] > 0
+    assert found["vllm:prompt_tokens_cached_by_source_total", "device"] == 0
+    assert found["vllm_pd_role_moves_total", "done"] == 1
+    assert found["vllm_pd_role_moves_total", "undone"] == 0
+    assert found["vllm_pd_role_move_seconds_bucket", "1"] == 0
+    assert found["vllm_pd_role_move_seconds_bucket", "2"] == 1
 
 
 async def test_a_worker_is_in_the_store_with_its_blocks_until_it_stops(
