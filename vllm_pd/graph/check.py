@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.graph import check_settings, program_args
 from vllm_pd.graph.model import Component, Decode, Frontend, Graph, Kind, Prefill, Store, Workers
+from vllm_pd.graph.processes import NAMESPACE_VARIABLE, STORE_VARIABLE
+from vllm_pd.graph.runs import CONTROL_VARIABLE, RUN_VARIABLE
 from vllm_pd.layered import nearest
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 """Of graphs and components: also a name on Kubernetes, with room for a number behind it."""
+_GIVEN_VARIABLES = {
+    RUN_VARIABLE: "the supervisor",
+    CONTROL_VARIABLE: "the supervisor",
+    STORE_VARIABLE: "the store component",
+    NAMESPACE_VARIABLE: "namespace of the graph",
+}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ALONE = (Kind.FRONTEND, Kind.ROUTER, Kind.STORE, Kind.PLANNER)
 
@@ -46,6 +55,7 @@ def check(graph: Graph) -> Graph:
     if (store := graph.store) is not None:
         _check_store(store)
     check_settings.check(graph)
+    _check_ports(graph)
     return graph
 
 
@@ -193,8 +203,31 @@ def _parallel_gpus(args: Sequence[str]) -> int | None:
     return product
 
 
+def _check_ports(graph: Graph) -> None:
+    """Those that are named; 0 is a free one."""
+    named: list[tuple[str, int]] = []
+    if (frontend := graph.frontend) is not None and frontend.port:
+        if frontend.port + frontend.count - 1 > 65535:
+            raise SettingsError(
+                f"{_called(frontend)} has {frontend.count} processes that listen on ports from {frontend.port} on, and "
+                "65535 is the last one; choose a lower port."
+            )
+        named += [(frontend.label, frontend.port + number) for number in range(frontend.count)]
+    if graph.store is not None and graph.store.port:
+        named.append((graph.store.label, graph.store.port))
+    if graph.planner is not None and (port := check_settings.planner_told(graph.planner).metrics_port):
+        named.append((graph.planner.label, port))
+    for (one, port), (other, its) in combinations(named, 2):
+        if port == its:
+            raise SettingsError(f"{one} and {other} are both to listen on port {port}; give one of them another.")
+
+
 def _check_environment(component: Component) -> None:
     for name in (*component.env, *component.secrets):
+        if name in _GIVEN_VARIABLES:
+            raise SettingsError(
+                f"{component.label} names the variable {name}, which is given by {_GIVEN_VARIABLES[name]}; drop it."
+            )
         if not _VARIABLE.fullmatch(name):
             raise SettingsError(f"{component.label} names the variable {name!r}, which is no name of a variable.")
     if both := sorted(set(component.env) & set(component.secrets)):

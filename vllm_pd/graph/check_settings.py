@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllm_pd import layered
 from vllm_pd.errors import SettingsError
-from vllm_pd.graph.model import Component, Graph, Workers
+from vllm_pd.graph import program_args
+from vllm_pd.graph.model import Component, Graph, Planner, Store, Workers
 from vllm_pd.planner import settings as planner_settings
 from vllm_pd.planner.settings import PlannerSettings
 from vllm_pd.router import settings as router_settings
@@ -43,6 +44,14 @@ _SERVE_OWN = {
     "--pd-advertise-url": "the graph chooses it",
 }
 _ROUTER_FLAGS = {"--host", "--port", "--store", "--namespace", "--worker", "--config"}
+_PLANNER_FLAGS = {"--store", "--namespace", "--config"}
+_STORE_OWN = {
+    "port": "port of the store",
+    "bind": "the graph",
+    "dir": "the graph",
+    "daemonize": "the graph, which watches it",
+    "requirepass": "the graph: here it listens on this machine only, on Kubernetes it comes from the Secret",
+}
 
 # Where a check wants to know how workers are found: any URL does.
 _SOME_STORE = "redis://127.0.0.1:6379"
@@ -53,12 +62,38 @@ def check(graph: Graph) -> None:
     _check_router(graph)
     for workers in graph.workers:
         _check_worker(workers)
-    if (planner := graph.planner) is not None:
-        where = f"settings of {planner.label}"
-        known = layered.check_keys(planner.settings, list(layered.settings_of(PlannerSettings)), where)
-        _refuse(known, _PLANNER_OWN, where)
-        # Where nobody is named who starts workers, this machine does.
-        planner_settings.load(file={"actuators": ["processes"], **known, "store": _SOME_STORE}, file_name=where)
+    if graph.planner is not None:
+        planner_told(graph.planner)
+    if graph.store is not None:
+        store_lines(graph.store)
+
+
+def planner_told(planner: Planner) -> PlannerSettings:
+    """What a planner is told by its settings and arguments. Where nobody is named who starts workers, this machine
+    does. Raises SettingsError."""
+    where = f"settings of {planner.label}"
+    known = layered.check_keys(planner.settings, list(layered.settings_of(PlannerSettings)), where)
+    _refuse(known, _PLANNER_OWN, where)
+    args = f"args of {planner.label}"
+    _refuse_flags(planner.args, _PLANNER_FLAGS, args)
+    flags = program_args.told_by(PlannerSettings, planner.args, args)
+    file = {"actuators": ["processes"], **known, "store": _SOME_STORE}
+    return planner_settings.load(flags=flags, file=file, file_name=where).value
+
+
+def store_lines(store: Store) -> dict[str, str]:
+    """The lines of its configuration file that a store is told, by their first words. Raises SettingsError."""
+    where = f"settings of {store.label}"
+    lines = {}
+    for key, value in store.settings.items():
+        name = str(key).lower()
+        _refuse({name: value}, _STORE_OWN, where)
+        # YAML reads its yes and no as true and false.
+        text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+        if not isinstance(value, str | int | float) or not text.isprintable():
+            raise SettingsError(f"{name} in {where} must be a text or a number on one line, got {value!r}.")
+        lines[name] = text
+    return lines
 
 
 def router_told(graph: Graph) -> dict[str, Any]:
@@ -72,19 +107,20 @@ def router_told(graph: Graph) -> dict[str, Any]:
         _refuse(known, _ROUTER_OWN, where)
         if twice := sorted(set(told) & set(known)):
             raise SettingsError(f"{twice[0]} is set for the frontend and for the router, which are one program here.")
-        told |= known
+        told |= {name: value for name, value in known.items() if value is not None}
     return told
 
 
 def _check_router(graph: Graph) -> None:
     told = router_told(graph)
     names = " and ".join(c.label for c in (graph.frontend, graph.router) if c is not None)
-    router_settings.load(file=told | {"store": _SOME_STORE}, file_name=f"settings of {names}")
+    flags: dict[str, Any] = {}
     for component in (graph.frontend, graph.router):
         if component is not None:
-            for flag in _flags(component.args):
-                if flag in _ROUTER_FLAGS:
-                    raise SettingsError(f"args of {component.label} hold {flag}, which the graph gives; drop it.")
+            args = f"args of {component.label}"
+            _refuse_flags(component.args, _ROUTER_FLAGS, args)
+            flags |= program_args.told_by(RouterSettings, component.args, args)
+    router_settings.load(flags=flags, file=told | {"store": _SOME_STORE}, file_name=f"settings of {names}")
 
 
 def _check_worker(workers: Workers) -> None:
@@ -95,12 +131,19 @@ def _check_worker(workers: Workers) -> None:
     for flag in _flags(workers.args):
         if flag in _SERVE_OWN:
             raise SettingsError(f"args of {workers.label} hold {flag}, and {_SERVE_OWN[flag]}; drop it.")
+    program_args.check_serve_args(workers.args, f"args of {workers.label}")
 
 
 def _refuse(settings: Mapping[str, Any], own: Mapping[str, str], where: str) -> None:
     for name in settings:
         if name in own:
             raise SettingsError(f"{where} set {name}, which is given by {own[name]}; drop it.")
+
+
+def _refuse_flags(args: Sequence[str], own: Collection[str], where: str) -> None:
+    for flag in _flags(args):
+        if flag in own:
+            raise SettingsError(f"{where} hold {flag}, which the graph gives; drop it.")
 
 
 def _flags(args: Sequence[str]) -> list[str]:

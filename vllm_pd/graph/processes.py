@@ -257,7 +257,7 @@ def _store(store: Store, spot: Spot, around: Surroundings, env: dict[str, str]) 
     folder = around.folder / "store"
     # Everything in it can be rebuilt from the workers; a file of it would only be older than they are.
     lines = {"bind": LOOPBACK, "port": str(spot.port), "save": "", "appendonly": "no", "dir": str(folder)}
-    lines |= {str(key): str(value) for key, value in store.settings.items()}
+    lines |= check_settings.store_lines(store)
     args = [part for key, value in lines.items() for part in (f"--{key}", value)]
     url = f"redis://{LOOPBACK}:{spot.port}"
     return Launch(
@@ -278,8 +278,9 @@ def _planner(graph: Graph, planner: Planner, around: Surroundings, env: dict[str
     args = ["planner", "run", *told.args, *planner.args]
     if not program_args.value_of(args, "--actuator"):
         args += ["--actuator", "processes"]
-    port = program_args.value_of(args, "--metrics-port")
-    answers = f"http://{LOOPBACK}:{port}/metrics" if port not in ("", "0") else ""
+    own = check_settings.planner_told(planner)
+    host = LOOPBACK if own.metrics_host in ("0.0.0.0", "::", "localhost") else own.metrics_host
+    answers = f"http://{f'[{host}]' if ':' in host else host}:{own.metrics_port}/metrics" if own.metrics_port else ""
     return Launch(
         instance_name(planner, 0),
         planner.label,

@@ -11,10 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_pd import layered
+from vllm_pd.errors import SettingsError
 from vllm_pd.planner.settings import PlannerSettings
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.settings import CONNECTOR, WorkerSettings
 from vllm_pd.state.base import Role
+
+_SECRET = (
+    "{where} hold {flag}, and arguments can be read by everybody on the machine; name the variable {variable} in its "
+    "secrets instead."
+)
+_SERVE_SECRETS = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,49 @@ def _flags(cls: type, settings: Mapping[str, Any], where: str) -> ProgramArgs:
         else:
             args += [spec.flag, str(value)]
     return ProgramArgs(tuple(args), env)
+
+
+def told_by(cls: type, args: Sequence[str], where: str) -> dict[str, Any]:
+    """What further arguments of a program set, by the names of its settings, and not yet parsed.
+
+    Raises:
+        SettingsError: one is no option of the program, lacks its value, or is a secret, which arguments do not keep.
+    """
+    specs = layered.settings_of(cls)
+    names, defaults = {spec.flag: name for name, spec in specs.items()}, cls()
+    out: dict[str, Any] = {}
+    left = list(args)
+    while left:
+        flag, equals, inline = left.pop(0).partition("=")
+        if flag not in names:
+            near = layered.nearest(flag, list(names))
+            raise SettingsError(f"{where} hold {flag!r}, which is no option of its program{near}; drop it.")
+        name = names[flag]
+        default = getattr(defaults, name)
+        if specs[name].secret:
+            raise SettingsError(_SECRET.format(where=where, flag=flag, variable=specs[name].env))
+        if default is False:
+            out[name] = True
+            continue
+        if not equals and (not left or left[0].startswith("--")):
+            raise SettingsError(f"{where} hold {flag} without a value; add one.")
+        value = inline if equals else left.pop(0)
+        if isinstance(default, tuple):
+            out.setdefault(name, []).append(value)
+        else:
+            out[name] = value
+    return out
+
+
+def check_serve_args(args: Sequence[str], where: str) -> None:
+    """What can be said of further arguments of `vllm serve` without vLLM. Raises SettingsError as `told_by` does."""
+    ours = [spec.flag for spec in layered.settings_of(WorkerSettings).values() if spec.flag.startswith("--pd-")]
+    for arg in args:
+        flag = arg.partition("=")[0].replace("_", "-")
+        if flag in _SERVE_SECRETS:
+            raise SettingsError(_SECRET.format(where=where, flag=flag, variable=_SERVE_SECRETS[flag]))
+        if flag.startswith("--pd-") and flag not in ours:
+            raise SettingsError(f"{where} hold {flag}, which is no option{layered.nearest(flag, ours)}; drop it.")
 
 
 def parallel_sizes(args: Sequence[str]) -> dict[str, str]:

@@ -16,11 +16,13 @@ import yaml
 
 from vllm_pd.console import print_table
 from vllm_pd.errors import GraphError
-from vllm_pd.graph import control, launcher, machine, processes, read, runs
+from vllm_pd.graph import check_machine, control, launcher, machine, processes, read, runs
 from vllm_pd.graph.check import check
 from vllm_pd.graph.control import Stop
+from vllm_pd.graph.embedded_store import find_binary
 from vllm_pd.graph.launcher import Cluster
 from vllm_pd.graph.model import Frontend, Graph, Store
+from vllm_pd.graph.ports import LOOPBACK
 from vllm_pd.graph.processes import Spot, Surroundings
 from vllm_pd.graph.runs import RunFolder
 from vllm_pd.graph.status import GraphStatus
@@ -77,6 +79,11 @@ def start(graph: Graph, interrupts: Interrupts, *, detach: bool = False, as_json
         _stay(cluster, watcher, interrupts, quiet=as_json)
     except Interrupted:
         pass
+    except BaseException:
+        # It ended meanwhile, or does not answer; either way nothing of it is to go on unseen.
+        end(cluster.folder, interrupts, quiet=True)
+        cluster.leave_alone()
+        raise
     is_clean = end(cluster.folder, interrupts, quiet=as_json)
     cluster.leave_alone()
     return 0 if is_clean and not failed else 1
@@ -116,10 +123,13 @@ def _show_plan(graph: Graph, as_json: bool) -> int:
     """What cannot be known before the start has a stand-in: port 0 is a free one."""
     here = machine.detect()
     places = processes.places(graph, here)
+    check_machine.check_models(graph)
     store = graph.store
-    url = "" if store is None else store.url or f"redis://127.0.0.1:{store.port}"
-    programs = Path(sys.executable).parent
-    around = Surroundings(programs, os.environ, _folder_of(graph).path, "", url, Path("valkey-server"))
+    binary = find_binary() if store is not None and not store.url else None
+    url = "" if store is None else store.url or f"redis://{LOOPBACK}:{store.port}"
+    folder = _folder_of(graph)
+    around = Surroundings(Path(sys.executable).parent, os.environ, folder.path, "", url, binary)
+    is_up = folder.is_locked()
     rows = []
     for wave, components in enumerate(processes.order(graph), start=1):
         for component in components:
@@ -128,6 +138,10 @@ def _show_plan(graph: Graph, as_json: bool) -> int:
                 name = processes.instance_name(component, number)
                 spot = Spot(number, port + number if port else 0, places.get(name, processes.NO_PLACE))
                 launch = processes.launch(graph, component, spot, around)
+                # A graph that is up has its ports itself.
+                if not is_up:
+                    check_machine.check_port(name, component, spot.port)
+                check_machine.check_program(launch)
                 rows.append((wave, name, str(spot.place), processes.shown(launch)))
     if as_json:
         plan = [dict(zip(("wave", "process", "on", "command"), row, strict=True)) for row in rows]

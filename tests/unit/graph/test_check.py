@@ -110,6 +110,51 @@ ALL = "frontend>router router>decode decode>prefill"
             graph(F, R, S, W, Planner(settings={"moed": "x"}), links="frontend>router router>worker"),
             "settings of planner has the unknown key 'moed' (did you mean 'mode'?)",
         ),
+        (
+            graph(F, R, S, W, Planner(args=("--moed=scale",)), links="frontend>router router>worker"),
+            "args of planner hold '--moed', which is no option of its program (did you mean '--mode'?)",
+        ),
+        (
+            graph(F, R, S, W, Planner(args=("--mode", "x")), links="frontend>router router>worker"),
+            "--mode must be one of fixed, scale, got 'x'",
+        ),
+        (graph(Frontend(args=("--polcy", "x")), W, links="frontend>worker"), "(did you mean '--policy'?)"),
+        (graph(Frontend(args=("--policy", "x")), W, links="frontend>worker"), "--policy must be one of"),
+        (graph(Frontend(args=("--policy",)), W, links="frontend>worker"), "args of frontend hold --policy without a v"),
+        (
+            graph(Frontend(args=("--api-key=hunter2",)), W, links="frontend>worker"),
+            "name the variable VLLM_PD_ROUTER_API_KEY in its secrets instead",
+        ),
+        (
+            graph(F, Worker(args=("--api-key", "hunter2")), links="frontend>worker"),
+            "args of worker hold --api-key, and arguments can be read by everybody on the machine; name the variable "
+            "VLLM_API_KEY in its secrets",
+        ),
+        (
+            graph(F, Worker(args=("--pd-cpu-gb", "1")), links="frontend>worker"),
+            "args of worker hold --pd-cpu-gb, which is no option (did you mean '--pd-cpu-gib'?)",
+        ),
+        (graph(Frontend(port=65535, count=2), W, links="frontend>worker"), "65535 is the last one; choose a lower"),
+        (
+            graph(Frontend(port=7000, count=2), W, Store(port=7001), links="frontend>worker"),
+            "frontend and store are both to listen on port 7001",
+        ),
+        (
+            graph(F, R, S, W, Planner(settings={"metrics_port": 8080}), links="frontend>router router>worker"),
+            "frontend and planner are both to listen on port 8080",
+        ),
+        (graph(F, W, Store(settings={"port": 7}), links="frontend>worker"), "set port, which is given by port of the"),
+        (graph(F, W, Store(settings={"requirepass": "x"}), links="frontend>worker"), "set requirepass, which is given"),
+        (graph(F, W, Store(settings={"Daemonize": True}), links="frontend>worker"), "set daemonize, which is given by"),
+        (
+            graph(F, W, Store(settings={"save": ["900 1"]}), links="frontend>worker"),
+            "save in settings of store must be a text or a number on one line",
+        ),
+        (
+            graph(F, Worker(env={"VLLM_PD_STORE": "x"}), links="frontend>worker"),
+            "worker names the variable VLLM_PD_STORE, which is given by the store component; drop it",
+        ),
+        (graph(F, Worker(env={"PD_GRAPH_RUN": "x"}), links="frontend>worker"), "which is given by the supervisor"),
     ],
     ids=lambda value: None if isinstance(value, Graph) else value[:40],
 )
@@ -129,6 +174,8 @@ def test_a_graph_that_cannot_work_is_refused(made: Graph, message: str) -> None:
         graph(F, R, S, W, Planner(settings={"mode": "scale"}), links="frontend>router router>worker planner>worker"),
         graph(F, Worker(gpus=4, args=("--tensor-parallel-size", "4")), links="frontend>worker"),
         graph(F, Worker(0, gpus=0.5), links="frontend>worker"),
+        graph(Frontend(args=("--policy=prefix", "--require-prefill")), W, links="frontend>worker"),
+        graph(Frontend(settings={"shutdown_grace": None}), W, links="frontend>worker"),
     ],
 )
 def test_a_graph_that_can_work_passes(made: Graph) -> None:

@@ -129,6 +129,29 @@ def test_frontend_and_router_are_one_program_with_the_settings_of_both() -> None
     assert launch.ready == "http://127.0.0.1:1234/ready"
 
 
+def test_a_store_is_told_yes_and_no_in_its_own_words() -> None:
+    store = Store(settings={"appendonly": True, "maxmemory": "1gb"})
+    graph = Frontend().link(Router()).link(Worker()).beside(store).graph("g", model="m")
+    launch = launched(graph, "store")
+    assert following(launch, "--appendonly") == "yes"
+    assert following(launch, "--maxmemory") == "1gb"
+
+
+def test_a_setting_without_a_value_is_not_given() -> None:
+    frontend = Frontend(settings={"shutdown_grace": None})
+    assert launched(whole(frontend=frontend), "frontend").grace_s == launched(whole(), "frontend").grace_s
+
+
+@pytest.mark.parametrize(
+    ("host", "asked"), [("0.0.0.0", "127.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("fd00::1", "[fd00::1]")]
+)
+def test_a_planner_is_asked_where_its_metrics_are(host: str, asked: str) -> None:
+    planner = Planner(settings={"metrics_host": host}, args=("--metrics-port=9100",))
+    graph = Frontend().link(Router()).link(Worker()).beside(planner).graph("g", model="m")
+    assert launched(graph, "planner").ready == f"http://{asked}:9100/metrics"
+    assert launched(whole(), "planner").ready == ""
+
+
 def test_a_frontend_without_a_router_balances_by_load() -> None:
     launch = launched(Frontend().link(Worker()).graph("g", model="m"), "frontend")
     assert following(launch, "--policy") == "least-loaded"

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,12 +20,13 @@ import pytest
 from tests.unit.graph.programs import write_programs
 from vllm_pd.cli import main
 from vllm_pd.errors import GraphError
-from vllm_pd.graph import control, launcher, remains, runs
+from vllm_pd.graph import control, launcher, proc_tree, remains, runs, up_command
 from vllm_pd.graph.launcher import Cluster
 from vllm_pd.graph.model import Decode, Frontend, Graph, Prefill, RestartRule, Router, Worker
-from vllm_pd.graph.ports import is_listening
+from vllm_pd.graph.ports import free_port, is_listening
 from vllm_pd.graph.runs import Record, RunFolder
 from vllm_pd.graph.status import GraphState, GraphStatus
+from vllm_pd.interrupts import Interrupts
 
 WAIT_S = 200.0
 RULE = RestartRule(tries=1, first_delay_s=0.01)
@@ -147,6 +150,86 @@ def test_down_cleans_up_after_a_supervisor_and_a_guard_that_were_killed(
         assert main(["down", "g"]) == 1
 
 
+def test_down_waits_for_a_graph_that_has_just_begun_and_does_not_listen_yet(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(small(), programs) as (cluster, status):
+        ask, asked = control.status, 0
+
+        def late(folder: RunFolder, **more: float) -> GraphStatus:
+            nonlocal asked
+            asked += 1
+            if asked < 3:
+                raise GraphError("The graph g is not up.")
+            return ask(folder, **more)
+
+        monkeypatch.setattr(control, "status", late)
+        assert not launcher.stop(cluster.folder, now=True)
+        assert not any(is_listening(port) for port in ports(status))
+
+
+def test_a_graph_that_stops_answering_while_it_comes_up_is_ended(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = []
+    start = launcher.start
+
+    def started_here(graph: Graph, *, stays: bool = False) -> Cluster:
+        clusters.append(start(graph, stays=stays, programs=programs))
+        return clusters[0]
+
+    def silent(folder: RunFolder, **more: object) -> GraphStatus:
+        raise GraphError("The supervisor of g did not answer.")
+
+    monkeypatch.setattr(launcher, "start", started_here)
+    monkeypatch.setattr(launcher, "wait_until_up", silent)
+    with Interrupts() as interrupts, pytest.raises(GraphError, match="did not answer"):
+        up_command.start(small(), interrupts, detach=True)
+    (cluster,) = clusters
+    cluster.supervisor.wait(WAIT_S)
+    assert not cluster.folder.is_locked()
+
+
+def test_a_supervisor_that_ends_before_it_read_its_order_is_said_to_have_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    # Longer than what a pipe holds.
+    graph = small(args=tuple(f"--served-model-name={n:080}" for n in range(3000)))
+    with pytest.raises(GraphError, match="The supervisor did not begin; its log is"):
+        launcher.start(graph)
+
+
+def test_whoever_looks_whether_a_graph_is_up_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "g").make()
+    looking = folder.lock()
+    assert looking is not None
+    assert folder.lock() is None
+    threading.Timer(0.2, os.close, (looking,)).start()
+    mine = folder.lock(wait_s=WAIT_S)
+    assert mine is not None
+    os.close(mine)
+
+
+def test_what_does_not_end_when_killed_stays_on_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "g").make()
+    with subprocess.Popen(["/bin/sleep", "600"], start_new_session=True) as process:
+        try:
+            found = proc_tree.identify(process.pid)
+            assert found is not None
+            record = Record("0123", runs.boot_id(), (runs.Started("decode-0", found.pid, found.started),))
+            runs.write_record(folder, record)
+            with monkeypatch.context() as hangs:
+                hangs.setattr(remains, "end", lambda record, **more: None)
+                with pytest.raises(GraphError, match=f"the processes {process.pid} do not end"):
+                    launcher.clean(folder)
+            assert runs.read_record(folder) == record
+            assert launcher.clean(folder)
+        finally:
+            process.kill()
+    assert not folder.record.exists()
+
+
 def test_a_graph_ends_with_whoever_started_it(programs: Path) -> None:
     code = (
         "import sys, time\n"
@@ -209,7 +292,11 @@ def test_commands_about_no_graph_say_so(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_check_starts_nothing_and_shows_what_would_be(
-    tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    run_dir: Path,
+    programs: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "g.yaml"
     file.write_text(
@@ -218,16 +305,27 @@ def test_a_check_starts_nothing_and_shows_what_would_be(
         "  store: {url: 'redis://:${PASSWORD}@10.0.0.2:6379'}\n"
     )
     monkeypatch.setenv("PASSWORD", "hunter2")
-    assert main(["up", str(file), "--check", "--set", "worker.count=2"]) == 0
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    free = f"frontend.port={free_port()}"
+    assert main(["up", str(file), "--check", "--set", "worker.count=2", "--set", free]) == 0
     shown = capsys.readouterr().out
     assert "worker-1" in shown
     assert "hunter2" not in shown
-    assert main(["up", str(file), "--check", "--json"]) == 0
+    assert main(["up", str(file), "--check", "--json", "--set", free]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [p["process"] for p in plan["processes"]] == ["worker-0", "frontend-0"]
     assert not run_dir.exists()
     assert main(["up", str(file), "--check", "--set", "worker.cuont=2"]) == 2
     assert "did you mean 'count'?" in capsys.readouterr().err
+    assert main(["up", str(file), "--check", "--set", free, "--set", "model=./nowhere"]) == 1
+    assert "worker is to serve ./nowhere, which is not there" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["up", str(file), "--check", "--set", f"frontend.port={port}"]) == 1
+    assert f"Port {port} of frontend-0 is taken" in capsys.readouterr().err
+    (programs / "vllm").unlink()
+    assert main(["up", str(file), "--check", "--set", free]) == 1
+    assert "worker-0 needs the program" in capsys.readouterr().err
 
 
 def test_a_folder_that_others_may_enter_is_made_private(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.unit.graph.programs import write_programs
 from vllm_pd.errors import GraphError, SettingsError
+from vllm_pd.graph import runs
 from vllm_pd.graph.check import check
 from vllm_pd.graph.machine import Machine
 from vllm_pd.graph.model import Decode, Frontend, Graph, Limits, Planner, Prefill, RestartRule, Router, Worker
@@ -218,6 +219,48 @@ async def test_a_worker_is_removed_by_its_address_and_its_component_then_wants_o
             supervisor.remove("decode-1")
 
 
+async def test_those_given_up_are_never_so_many_that_fewer_stay_than_may(folder: RunFolder, programs: Path) -> None:
+    graph = disagg(decode=Decode(2, args=("--never-ready",), limits=Limits(1, 4)))
+    async with supervised(graph, folder, programs) as supervisor:
+        await until(supervisor, lambda s: phase(s, "decode-1") is Phase.STARTING)
+        assert supervisor.give_up("decode", 5) == "decode: decode-1 given up."
+        assert supervisor.give_up("decode", 5) == "decode: none given up."
+
+
+async def test_nothing_is_started_anew_while_the_graph_is_being_ended(folder: RunFolder, programs: Path) -> None:
+    environ = {"PATH": os.environ["PATH"]}
+    supervisor = Supervisor(disagg(), CPU, folder, programs=programs, environ=environ, run=secrets.token_hex(8))
+    await supervisor.start()
+    ending = asyncio.create_task(supervisor.stop(now=True))
+    await asyncio.sleep(0)
+    with pytest.raises(GraphError, match="The graph g is being ended"):
+        supervisor.restart("prefill")
+    with pytest.raises(GraphError, match="The graph g is being ended"):
+        supervisor.scale("prefill", 2)
+    assert not await ending
+
+
+async def test_what_ended_starts_again_although_the_record_cannot_be_written(
+    folder: RunFolder, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervised(disagg(), folder, programs) as supervisor:
+        before = (await until_up(supervisor)).instance("decode-0")
+        assert before is not None
+        write, failed = runs.write_record, []
+
+        def full_once(folder: RunFolder, record: runs.Record) -> None:
+            if not failed:
+                failed.append(record)
+                raise OSError(28, "No space left on device")
+            write(folder, record)
+
+        monkeypatch.setattr(runs, "write_record", full_once)
+        os.kill(before.pid, signal.SIGKILL)
+        await until(supervisor, lambda s: s.instance("decode-0").restarts == 1)  # type: ignore[union-attr]
+        await until_up(supervisor)
+        assert failed
+
+
 async def test_gpus_are_given_away_once_and_come_back(folder: RunFolder, programs: Path) -> None:
     machine = Machine(cores=(0,), gpus=("4", "5", "6"))
     graph = disagg(decode=Decode(1, gpus=1), prefill=Prefill(1, gpus=1))
@@ -275,6 +318,14 @@ async def test_a_port_that_is_taken_is_said_before_anything_starts(folder: RunFo
         supervisor = Supervisor(graph, CPU, folder, programs=programs, environ={}, run="0123")
         with pytest.raises(GraphError, match=rf"Port {port} of frontend-0 is taken; .*--set frontend\.port=NUMBER"):
             await supervisor.start()
+    assert not list(folder.logs.iterdir())
+
+
+async def test_a_model_that_is_not_there_is_said_before_anything_starts(folder: RunFolder, programs: Path) -> None:
+    graph = check(Frontend(port=0).link(Worker(1)).graph("g", model=str(folder.path / "no" / "model")))
+    supervisor = Supervisor(graph, CPU, folder, programs=programs, environ={}, run="0123")
+    with pytest.raises(GraphError, match=r"worker is to serve .*/no/model, which is not there"):
+        await supervisor.start()
     assert not list(folder.logs.iterdir())
 
 
