@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +16,8 @@ from tests.e2e.streams import Stream
 from tests.e2e.test_worker_loss import eventually, ready
 from vllm_pd.graph import proc_tree
 from vllm_pd.graph.local import LocalCluster, LocalWorker
-from vllm_pd.router.token_tail import TokenTail
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -118,38 +115,6 @@ def check_same(cluster: LocalCluster, wanted: Stream, got: Stream) -> None:
             return
 
 
-@pytest.mark.parametrize("usage", [None, {"include_usage": True, "continuous_usage_stats": True}])
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
-def test_a_stream_through_the_router_has_the_workers_own_bytes(cluster: LocalCluster, path: str, usage: Any) -> None:
-    body = asked(path, prompts.TEXTS["emoji and code"], 64, **({"stream_options": usage} if usage else {}))
-    worker = cluster.worker("decode-0")
-    direct = Stream(worker.url, path, body).start().finish()
-    routed = Stream(cluster.router_url, path, body).start().finish()
-    # Where one event ends and the next begins is chance; what an event looks like is not.
-    assert forms(routed) == forms(direct)
-    assert any(b'"token_ids":null' in event for event in direct.events)
-
-    with_ids = Stream(worker.url, path, {**body, "return_token_ids": True}).start().finish()
-    tail = TokenTail(chat=path == CHAT)
-    made = b"".join(tail.feed(event + b"\n\n") for event in with_ids.events)
-    wanted = b"".join(b"data: %b\n\n" % without_ids(value) for value in with_ids.values)
-    assert made == wanted + b"data: [DONE]\n\n"
-    assert len(tail.ids) == 64
-
-
-def forms(stream: Stream) -> set[bytes]:
-    """The events without their texts, numbers and names."""
-    data = [re.sub(rb'"(content|text|id)":"(\\.|[^"\\])*"', rb'"\1":""', event) for event in stream.events]
-    return {re.sub(rb"\d+", b"0", event) for event in data}
-
-
-def without_ids(value: dict[str, Any]) -> bytes:
-    """The event as vLLM writes it to who has not asked for ids."""
-    for part in (value, *value["choices"]):
-        part.update({name: None for name in ("token_ids", "prompt_token_ids") if name in part})
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
-
-
 def kill(worker: LocalWorker) -> None:
     worker.process.kill()
 
@@ -166,7 +131,6 @@ def terminate(worker: LocalWorker) -> None:
     proc_tree.send([process for process in family(worker) if process.pid == worker.process.pid], signal.SIGTERM)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lose", [kill, kill_engine, terminate, stop])
 def test_a_decode_worker_that_is_lost_in_mid_stream_does_not_change_the_answer(
     cluster: LocalCluster,

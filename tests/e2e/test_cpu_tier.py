@@ -23,7 +23,7 @@ from vllm_pd.graph.metrics_text import Metrics
 from vllm_pd.graph.ports import LOOPBACK, free_port
 from vllm_pd.graph.process import ManagedProcess, ProcessSpec
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCK_TOKENS = 32
 KV_BLOCKS = 64

@@ -19,7 +19,7 @@ from tests.e2e.conftest import BLOCK, MODEL, tiny_cluster
 from tests.e2e.prompts import TEXTS
 from vllm_pd.graph.local import LocalCluster
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CHUNK = 2 * BLOCK
 PROMPTS = 8
