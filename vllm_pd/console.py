@@ -144,11 +144,21 @@ def store_settings(args: argparse.Namespace) -> WorkerSettings:
     return settings
 
 
-def add_pool_flag(parser: argparse.ArgumentParser) -> None:
-    """Add `--pool`."""
-    parser.add_argument(
+def add_pool_action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    *,
+    examples: str = "",
+) -> argparse.ArgumentParser:
+    """As `add_action`, for a command that calls `for_each_pool`: with `--store`, `--namespace` and `--pool`."""
+    action = add_action(actions, name, run, text, examples=examples)
+    add_store_flags(action)
+    action.add_argument(
         "--pool", type=_pool_id, metavar="ID", help="only this pool; default: those of all live workers"
     )
+    return action
 
 
 def for_each_pool(
@@ -157,7 +167,7 @@ def for_each_pool(
     """The result of a call for each pool that the command is about; where there is none, stderr says so.
 
     Args:
-        args: has the flags of `add_store_flags` and `add_pool_flag`.
+        args: has the flags of `add_pool_action`.
         opened: a function of `state.open_registry`; what it makes goes into the call.
 
     Raises:

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from vllm_pd import console
-from vllm_pd.console import Pool, add_pool_flag, add_store_flags, for_each_pool, positive, print_table
+from vllm_pd.console import Pool, add_pool_action, for_each_pool, positive, print_table
 from vllm_pd.layered import settings_of
 from vllm_pd.planner.settings import PlannerSettings, read_settings
 from vllm_pd.state.open_registry import open_planner_board
@@ -50,13 +50,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     actions = parser.add_subparsers(required=False, metavar="ACTION")
     run = console.add_action(actions, "run", _run, "plan until stopped", examples=_EXAMPLES)
     _add_settings(run)
-    explain = console.add_action(
+    explain = add_pool_action(
         actions, "explain", _explain, "what was decided, why, and what came of it; newest last", examples=_EXAMPLES
     )
-    status = console.add_action(actions, "status", _status, "who plans each pool, and its newest verdict")
+    status = add_pool_action(actions, "status", _status, "who plans each pool, and its newest verdict")
     for action in (explain, status):
-        add_store_flags(action)
-        add_pool_flag(action)
         action.add_argument("--dry-run", action="store_true", help="of planners that only try out")
         action.add_argument("--json", action="store_true", help="print JSON")
     explain.add_argument("--last", type=positive, default=1, metavar="N", help="so many steps (default 1)")
