@@ -49,17 +49,17 @@ class GiveUps:
 
     def give_up(self, handed: Handed) -> None:
         """Nobody waits for what would be computed with these blocks. Returns at once and never raises."""
-        record, rank = handed.record, handed.rank
-        several = record.dp_size > 1
+        record = handed.record
+        rank = handed.rank if record.dp_size > 1 else None
         handoff = handoff_in(handed.params)
-        if not record.engine_id or (several and rank is None):
+        if not record.engine_id or (record.dp_size > 1 and rank is None):
             self._metrics.given_up.labels(UNKNOWN_ENGINE).inc()
         elif handoff is None:
             self._metrics.given_up.labels(NO_LEASE).inc()
         else:
             # So vLLM names the engines of a data-parallel worker.
-            id = f"{record.engine_id}_dp{rank}" if several else record.engine_id
-            self._messages.send(engine_of(record, rank if several else None, handed.authorization, id), handoff)
+            id = record.engine_id if rank is None else f"{record.engine_id}_dp{record.first_rank + rank}"
+            self._messages.send(engine_of(record, rank, handed.authorization, id), handoff)
 
     async def close(self) -> None:
         """Give what is under way a moment, and drop the rest. Idempotent."""

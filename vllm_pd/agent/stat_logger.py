@@ -101,6 +101,7 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
         asks_key=bool(config.api_key),
         by_priority=vllm_config.scheduler_config.policy == "priority",
         dp_size=engines,
+        first_rank=int(vllm_config.parallel_config.data_parallel_rank),
         # The engine client has summed it over the engines it talks to.
         kv_blocks=int(vllm_config.cache_config.num_gpu_blocks or 0),
         cpu_gib=config.cpu_gib,

@@ -122,6 +122,9 @@ class WorkerRecord:
     asks_key: bool = False
     """Whether its server wants an API key. A queued job carries none, so it must be the router that checked it."""
     dp_size: int = 1
+    first_rank: int = 0
+    """What vLLM adds to the rank in a request to name an engine: where several servers share the data-parallel ranks of
+    a model, those of each begin where the former's end."""
     kv_blocks: int = 0
     """Blocks of GPU-side KV cache over all data-parallel ranks; 0 when unknown."""
     cpu_gib: float = 0.0

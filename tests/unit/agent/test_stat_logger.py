@@ -231,6 +231,7 @@ def test_engines_are_numbered_as_requests_name_them(
     client.published = {4: published, 5: dataclasses.replace(published, endpoint="tcp://*:5562")}
     runtime.remember_engine(client)
     spec = stat_logger.agent_spec(config(store, port, kv_events=True), engine, 2)
+    assert spec.record.first_rank == 4
     assert spec.event_sources() == {
         0: EventEndpoints("tcp://127.0.0.1:5561", "", "t"),
         1: EventEndpoints("tcp://127.0.0.1:5562", "", "t"),

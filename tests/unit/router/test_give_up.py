@@ -112,18 +112,20 @@ async def test_request_that_was_not_split_needs_no_word(start_cluster: StartClus
     assert not told(decoder)
 
 
+@pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("rank", [None, "1"])
 async def test_engine_of_several_is_told_by_its_own_name(
-    start_cluster: StartCluster, start_worker: StartWorker, rank: str | None
+    start_cluster: StartCluster, start_worker: StartWorker, rank: str | None, first: int
 ) -> None:
-    pd = await started(start_cluster, start_worker, dp_size=2)
+    """vLLM names engines by their rank among all servers of a model, and requests by that among those of one server."""
+    pd = await started(start_cluster, start_worker, dp_size=2, first_rank=first)
     await leave(pd, headers={"X-data-parallel-rank": rank} if rank else {})
     await until(lambda: counted(pd.cluster, "delivered") == 1, "the decode worker was told")
     (seen,), (leg,) = told(pd.decode), legs(pd.decode)
     asked = leg.header("X-data-parallel-rank")
     assert asked is not None and rank in (None, asked)
     assert seen.header("X-data-parallel-rank") == asked
-    assert seen.json["kv_transfer_params"][GIVE_UP_FIELD]["engine"] == f"engine-d_dp{asked}"
+    assert seen.json["kv_transfer_params"][GIVE_UP_FIELD]["engine"] == f"engine-d_dp{first + int(asked)}"
 
 
 @pytest.mark.parametrize(
