@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -283,6 +285,18 @@ class TestPrograms:
         pid = (tmp_path / "pid").read_text().strip()
         assert int(pid) not in {process.pid for process in proc_tree.everyone()}
 
+    async def test_one_that_leaves_something_in_the_background_has_ended_all_the_same(self, tmp_path: Path) -> None:
+        command = script(tmp_path, f"sleep 300 & echo $! > {tmp_path}/pid; echo 'it comes up' >&2")
+        actuator = CommandActuator(command, RolesWorld().registry, deadline_s=60.0)
+        outcome = await actuator.act(POOL.id, ADD)
+        pid = int((tmp_path / "pid").read_text())
+        try:
+            assert (outcome.ok, outcome.detail) == (True, "it comes up")
+            assert pid in {process.pid for process in proc_tree.everyone()}
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            await actuator.close()
+
     async def test_one_that_says_a_lot_is_not_held_up(self, tmp_path: Path) -> None:
         actuator = CommandActuator(script(tmp_path, "head -c 3000000 /dev/zero; exit 0"), RolesWorld().registry)
         assert (await actuator.act(POOL.id, ADD)).ok
@@ -360,6 +374,21 @@ class TestChoosing:
             check_actuator(text)
         with pytest.raises(SettingsError, match=problem):
             open_actuator(text, self.context())
+
+    async def test_what_a_webhook_s_url_keeps_secret_is_not_told(self) -> None:
+        url = "http://joe:pass-word@127.0.0.1:9/services/path-secret?key=query-secret"
+        webhook = WebhookActuator(url, RolesWorld().registry, deadline_s=5.0)
+        with pytest.raises(ActuatorError) as failed:
+            await webhook.act(POOL.id, ADD)
+        await webhook.close()
+        assert "http://127.0.0.1:9 " in str(failed.value)
+        assert not [secret for secret in ("pass-word", "path-secret", "query-secret") if secret in str(failed.value)]
+
+    @pytest.mark.parametrize("url", ["http://", "http:///path-secret", "https://host:port/path-secret"])
+    def test_a_webhook_needs_a_host(self, url: str) -> None:
+        with pytest.raises(SettingsError, match="host") as failed:
+            WebhookActuator(url, RolesWorld().registry)
+        assert "path-secret" not in str(failed.value)
 
     def test_a_webhook_must_be_a_url_and_its_password_is_not_shown(self) -> None:
         with pytest.raises(SettingsError, match="must be http://") as refused:

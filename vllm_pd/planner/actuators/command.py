@@ -9,15 +9,13 @@ actuator of its own.
 What is asked for is on stdin too, as one JSON object with `pool`, `epoch` and `why`. The program returns at once, it
 does not wait for a worker. Exit status 0: it is begun. 3: it is refused, nothing was changed, and the last line of
 stderr says why; of `starting` it says that the program does not know. Everything else: what came of it is unknown.
+What it leaves running in the background goes on; its output should go elsewhere (`>/dev/null 2>&1`), since the
+planner's pipes end with the planner.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
 import shlex
-import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,15 +25,13 @@ from vllm_pd.errors import ActuatorError, SettingsError
 from vllm_pd.planner.actuator import Outcome
 from vllm_pd.planner.actuators.context import ActuatorContext
 from vllm_pd.planner.actuators.known_start import another_start
+from vllm_pd.planner.actuators.programs import Programs
 from vllm_pd.planner.actuators.wire import as_json, read_starts
 from vllm_pd.planner.model import Action, AddAction, GiveUp, MoveAction, RemoveAction, StartView
 from vllm_pd.state.base import PoolId, Registry, Role
 
 REFUSED = 3
 _MOST_SAID = 300
-_KILL_S = 5.0
-_CHUNK = 65_536
-_MOST_OUTPUT = 1 << 20
 
 
 class CommandActuator:
@@ -61,6 +57,7 @@ class CommandActuator:
             raise SettingsError("The actuator command names no program; write command=/path/to/program.")
         self._registry = registry
         self._deadline_s = deadline_s
+        self._programs = Programs()
 
     def can(self, action: Action) -> bool:
         return isinstance(action, AddAction | RemoveAction)
@@ -91,7 +88,7 @@ class CommandActuator:
         return await self._do(pool, ["give-up", role, str(count)], asked)
 
     async def close(self) -> None:
-        return None
+        self._programs.close()
 
     @property
     def _what(self) -> str:
@@ -107,30 +104,13 @@ class CommandActuator:
 
     async def _run(self, words: Sequence[str], asked: Mapping[str, Any]) -> tuple[int, bytes, str]:
         """Exit status, stdout and the last line of stderr. Raises ActuatorError when it cannot be run or ended."""
-        pipe = asyncio.subprocess.PIPE
         try:
-            # A group of its own, so that what it starts and waits for ends with it at the deadline.
-            process = await asyncio.create_subprocess_exec(
-                *self._command, *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-            )
-        except OSError as e:
-            raise ActuatorError(f"{self._what} cannot be run: {e.strerror or e}.") from None
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                out, err, _ = await asyncio.gather(
-                    _read(process.stdout), _read(process.stderr), _feed(process.stdin, msgspec.json.encode(asked))
-                )
-                status = await process.wait()
+            ended = await self._programs.run([*self._command, *words], msgspec.json.encode(asked), self._deadline_s)
         except TimeoutError:
             raise ActuatorError(f"{self._what} {words[0]} did not return within {self._deadline_s:g} s.") from None
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_KILL_S):
-                        await process.wait()
-        return status, out, _last_line(err)
+        except OSError as e:
+            raise ActuatorError(f"{self._what} cannot be run: {e.strerror or e}.") from None
+        return ended.status, ended.out, _last_line(ended.err)
 
 
 _SILENT = "it said nothing"
@@ -139,24 +119,6 @@ _SILENT = "it said nothing"
 def _last_line(err: bytes) -> str:
     lines = [line.strip() for line in err.decode(errors="replace").splitlines() if line.strip()]
     return lines[-1].rstrip(".")[-_MOST_SAID:] if lines else _SILENT
-
-
-async def _read(stream: asyncio.StreamReader | None) -> bytes:
-    """All of it is read, so that the program never waits for us; what is too long is cut."""
-    assert stream is not None
-    kept = bytearray()
-    while chunk := await stream.read(_CHUNK):
-        kept += chunk[: _MOST_OUTPUT - len(kept)]
-    return bytes(kept)
-
-
-async def _feed(stream: asyncio.StreamWriter | None, data: bytes) -> None:
-    assert stream is not None
-    # A program that does not read it has ended, or closed it.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        stream.write(data)
-        await stream.drain()
-    stream.close()
 
 
 def open_actuator(argument: str, context: ActuatorContext) -> CommandActuator:

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -53,7 +54,7 @@ class WebhookActuator:
         if not url.startswith(("http://", "https://")):
             raise SettingsError(f"The actuator webhook must be http://... or https://..., got {redact(url)!r}.")
         self._url = url
-        self._shown = redact(url).partition("?")[0]
+        self._shown = _origin(url)
         self._registry = registry
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._deadline_s = deadline_s
@@ -108,6 +109,19 @@ class WebhookActuator:
         except (TimeoutError, aiohttp.ClientError, OSError) as e:
             why = "it took too long" if isinstance(e, TimeoutError) else str(e) or type(e).__name__
             raise ActuatorError(f"{self._shown} gave no answer to {asked['action']}: {why}.") from None
+
+
+def _origin(url: str) -> str:
+    """Scheme, host and port: in the rest there may be secrets. Raises SettingsError when it has none."""
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host:
+        raise SettingsError("The actuator webhook must be http://HOST:PORT/... or https://HOST/..., and names no host.")
+    name = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{name}" + (f":{port}" if port is not None else "")
 
 
 async def _body(content: aiohttp.StreamReader) -> bytes:
