@@ -49,6 +49,7 @@ class PoolTotals:
     """
 
     __slots__ = (
+        "answer_itl",
         "arrivals",
         "finished",
         "finished_output_tokens",
@@ -69,6 +70,7 @@ class PoolTotals:
         self.output_tokens = self.finished_output_tokens = 0
         self.ttft = _Spread()
         self.itl = _Spread()
+        self.answer_itl = _Spread()
 
 
 class Served:
@@ -80,7 +82,7 @@ class Served:
         clock: monotonic seconds.
     """
 
-    __slots__ = ("_clock", "_last", "_preface", "_tokens", "_totals")
+    __slots__ = ("_clock", "_gaps", "_gaps_s", "_last", "_preface", "_tokens", "_totals")
 
     def __init__(self, totals: PoolTotals, preface: int, clock: Callable[[], float]) -> None:
         self._totals = totals
@@ -88,6 +90,8 @@ class Served:
         self._clock = clock
         self._last = 0.0
         self._tokens = 0
+        self._gaps = 0
+        self._gaps_s = 0.0
 
     def begun(self, ttft_s: float | None) -> None:
         """The first byte of its answer has come; `ttft_s` where that is the first token of a stream."""
@@ -109,7 +113,10 @@ class Served:
             return
         now = self._clock()
         if self._tokens:
-            self._totals.itl.add((now - self._last) / tokens, tokens)
+            took = now - self._last
+            self._totals.itl.add(took / tokens, tokens)
+            self._gaps += tokens
+            self._gaps_s += took
         self._last = now
         self._tokens += tokens
         self._totals.output_tokens += tokens
@@ -139,6 +146,8 @@ class Served:
         if self._tokens:
             self._totals.finished += 1
             self._totals.finished_output_tokens += self._tokens
+        if self._gaps:
+            self._totals.answer_itl.add(self._gaps_s / self._gaps)
 
 
 class DemandMeter:
@@ -180,6 +189,7 @@ class DemandMeter:
             finished_output_tokens=totals.finished_output_tokens,
             ttft=Spread(tuple(totals.ttft.counts), totals.ttft.sum_s),
             itl=Spread(tuple(totals.itl.counts), totals.itl.sum_s),
+            answer_itl=Spread(tuple(totals.answer_itl.counts), totals.answer_itl.sum_s),
             rates=directory.learned_rates(pool),
         )
 

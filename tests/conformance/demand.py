@@ -21,6 +21,7 @@ REPORT = DemandReport(
     finished_output_tokens=500,
     ttft=SPREAD,
     itl=SPREAD,
+    answer_itl=SPREAD,
     rates=Rates(step_base=0.01),
 )
 LATER = DemandReport(started_ms=1_764_000_000_000, at_ms=1_764_000_002_000)

@@ -73,6 +73,9 @@ class Traffic:
     """Tokens of an answer, of those that finished; None when none did."""
     ttft: Latency | None = None
     itl: Latency | None = None
+    """Over all gaps between tokens."""
+    answer_itl: Latency | None = None
+    """Over the means of the answers that ended."""
     age_s: float = 0.0
     """Since the end of that time."""
 

@@ -76,6 +76,7 @@ class DemandWatch:
             mean_output=_sum(spans, "finished_output_tokens") / finished if finished else None,
             ttft=latency([(span.earlier.ttft, span.later.ttft) for span in spans], ttft_s),
             itl=latency([(span.earlier.itl, span.later.itl) for span in spans], itl_s),
+            answer_itl=latency([(span.earlier.answer_itl, span.later.answer_itl) for span in spans], itl_s),
             age_s=max(now_s - known.changed_s for known in self._known.values()),
         )
 

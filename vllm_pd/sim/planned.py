@@ -26,6 +26,7 @@ from vllm_pd.planner.plan import step
 from vllm_pd.sim.cluster import Cluster, Job, Served, SimWorker
 from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.planned_config import PlannedConfig
+from vllm_pd.sim.planned_report import mean_itl
 from vllm_pd.sim.planned_run import Member, PlannedRun, State
 from vllm_pd.sim.planned_view import DemandCount
 from vllm_pd.sim.router import SimRouter
@@ -425,8 +426,7 @@ class PlannedCluster(Cluster):
     def _finished(self, job: Job, work: Work, now: float) -> None:
         super()._finished(job, work, now)
         if work is not job.prefill:
-            self._counts.finished += 1
-            self._counts.finished_output += job.served.output
+            self._counts.ended(job.served.output, mean_itl(job.served))
             member = self._by_index[job.placement.worker]
             member.decoding.pop(job, None)
             self._settle(member, now)

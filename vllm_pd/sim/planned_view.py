@@ -37,6 +37,7 @@ class DemandCount:
         self.finished_output = 0
         self._ttft = SpreadCount()
         self._itl = SpreadCount()
+        self._answer_itl = SpreadCount()
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token so long after its arrival."""
@@ -47,6 +48,13 @@ class DemandCount:
         """So many tokens came so long after the one before."""
         self._itl.add(seconds, count)
         self.output_tokens += count
+
+    def ended(self, tokens: int, mean_itl_s: float) -> None:
+        """An answer of so many tokens ended."""
+        self.finished += 1
+        self.finished_output += tokens
+        if tokens > 1:
+            self._answer_itl.add(mean_itl_s)
 
     def report(self, now: float, rates: Rates | None) -> DemandReport:
         """The totals at a time."""
@@ -61,5 +69,6 @@ class DemandCount:
             finished_output_tokens=self.finished_output,
             ttft=self._ttft.spread(),
             itl=self._itl.spread(),
+            answer_itl=self._answer_itl.spread(),
             rates=rates,
         )

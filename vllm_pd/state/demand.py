@@ -12,8 +12,9 @@ from typing import Protocol
 from vllm_pd.routing.speed import Rates
 from vllm_pd.state.base import PoolId
 
-BOUNDS_S = tuple(0.001 * 10 ** (step / 8) for step in range(42))
-"""Upper bounds of the buckets of `Spread`: eight a decade, from 1 ms to over two minutes; one more holds the rest."""
+BOUNDS_S = tuple(0.001 * 10 ** (step / 32) for step in range(165))
+"""Upper bounds of the buckets of `Spread`: 32 a decade, from 1 ms to over two minutes; one more holds the rest. Fine
+enough to tell what is just within a target from what just misses it: most of it may lie there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class DemandReport:
     ttft: Spread = Spread()
     itl: Spread = Spread()
     """Between two tokens of a stream, each gap counted."""
+    answer_itl: Spread = Spread()
+    """The mean of these of each answer that has ended."""
     rates: Rates | None = None
     """Of the pool's usual worker as this router learned them; None while they are a mere prior."""
 

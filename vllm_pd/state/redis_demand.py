@@ -24,7 +24,7 @@ def encode_report(report: DemandReport) -> bytes:
 def decode_report(data: bytes) -> DemandReport:
     """Raises ValueError when `data` is no report, or holds what no router can have counted."""
     report = _decoder.decode(data)
-    spreads = (report.ttft, report.itl)
+    spreads = (report.ttft, report.itl, report.answer_itl)
     if any(len(spread.counts) != len(BOUNDS_S) + 1 for spread in spreads):
         raise ValueError("its histograms have other buckets than this version's")
     counts = [report.arrivals, report.finished, report.prompt_tokens, report.uncached_tokens, report.output_tokens]

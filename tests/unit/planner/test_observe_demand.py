@@ -172,3 +172,13 @@ def test_rates_are_those_of_the_router_that_has_served_most() -> None:
     assert usual_rates(reports) is fast
     assert usual_rates({"c": report(0, 500)}) is None
     assert usual_rates({}) is None
+
+
+@pytest.mark.parametrize(("seconds", "within"), [(0.047, 1.0), (0.053, 0.0)])
+def test_what_just_meets_a_target_is_told_from_what_just_misses_it(seconds: float, within: float) -> None:
+    watch = DemandWatch()
+    watch.look({"r": report(0)}, 0.0, **TARGETS)
+    traffic = watch.look({"r": report(10, answer_itl=spread(*[seconds] * 20))}, 10.0, **TARGETS)
+    assert traffic is not None and traffic.answer_itl is not None
+    assert (traffic.answer_itl.count, traffic.answer_itl.within) == (20, within)
+    assert traffic.itl is None

@@ -58,6 +58,24 @@ def test_gaps_are_between_tokens_and_those_that_come_together_share_the_time() -
     assert (sum(totals.ttft.counts), totals.ttft.sum_s) == (1, 1.0)
 
 
+def test_an_answer_counts_once_with_the_mean_of_its_gaps_and_not_without_any() -> None:
+    answer, totals, clock = served()
+    answer.begun(1.0)
+    answer.events(b"data: {}\n\n")
+    for seconds in (0.02, 0.02, 0.11):
+        clock.now += seconds
+        answer.events(b"data: {}\n\n")
+    assert sum(totals.answer_itl.counts) == 0
+    answer.ended()
+    assert (sum(totals.answer_itl.counts), totals.answer_itl.sum_s) == (1, pytest.approx(0.05))
+    one, whole = Served(totals, 0, clock), Served(totals, 0, clock)
+    one.events(b"data: {}\n\n")
+    one.ended()
+    whole.whole(b'{"usage": {"completion_tokens": 8}}')
+    whole.ended()
+    assert sum(totals.answer_itl.counts) == 1 and totals.finished == 3
+
+
 def test_the_role_of_a_chat_and_the_end_of_a_stream_are_no_tokens() -> None:
     answer, totals, _ = served(preface=1)
     answer.begun(0.5)
