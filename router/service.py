@@ -151,8 +151,12 @@ class RouterService:
 
         Raises:
             OSError: the address cannot be bound.
+            SettingsError: the planner's settings cannot be used.
         """
         settings = self._settings
+        if self._planner_settings is not None:
+            # First, as its settings may be wrong.
+            self.planner = PlannerService(self._planner_settings, registry=self.metrics.registry)
         upstream = AiohttpUpstream(connect_timeout=settings.connect_timeout, tls=self._tls)
         self._upstream = upstream
         check: SelfCheck | None = None
@@ -241,8 +245,7 @@ class RouterService:
         if self._demand is not None:
             told = DemandPublisher(self._demand, self.directory, self.meter, self._id)
             self._watchers.append(asyncio.create_task(repeat(told.refresh, DEMAND_INTERVAL_S)))
-        if self._planner_settings is not None:
-            self.planner = PlannerService(self._planner_settings, registry=self.metrics.registry)
+        if self.planner is not None:
             self.planner.start()
         if self.queues is not None:
             interval = min(self._refresh_s, QUEUE_INTERVAL_S)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from aiohttp import web
 
 from tests.conformance.actuator import WHY, ActuatorConformance
@@ -21,7 +22,7 @@ from tests.unit.planner import fleet
 from tests.unit.planner.fleet import Fleet
 from vllm_pd.errors import ActuatorError, SettingsError, StoreError
 from vllm_pd.graph import proc_tree
-from vllm_pd.planner.actuator import Actuator
+from vllm_pd.planner.actuator import Actuator, Outcome
 from vllm_pd.planner.actuators.choose import Actuators, check_actuator, open_actuator
 from vllm_pd.planner.actuators.command import CommandActuator
 from vllm_pd.planner.actuators.context import ActuatorContext
@@ -284,6 +285,18 @@ class TestPrograms:
             await actuator.act(POOL.id, ADD)
         pid = (tmp_path / "pid").read_text().strip()
         assert int(pid) not in {process.pid for process in proc_tree.everyone()}
+
+    def test_it_runs_in_the_loop_of_a_router_too(self, tmp_path: Path) -> None:
+        async def ask(text: str) -> Outcome:
+            actuator = CommandActuator(script(tmp_path, text), RolesWorld().registry, deadline_s=60.0)
+            try:
+                return await actuator.act(POOL.id, ADD)
+            finally:
+                await actuator.close()
+
+        told = uvloop.run(ask("sleep 0.1 & cat >&2"))
+        assert told.ok and '"count":2' in told.detail
+        assert not uvloop.run(ask("exit 3")).ok
 
     async def test_one_that_leaves_something_in_the_background_has_ended_all_the_same(self, tmp_path: Path) -> None:
         command = script(tmp_path, f"sleep 300 & echo $! > {tmp_path}/pid; echo 'it comes up' >&2")

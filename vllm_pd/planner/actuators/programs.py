@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 _MOST_OUTPUT = 1 << 20
 _LAST_WORDS_S = 0.5
@@ -77,11 +78,13 @@ class Programs:
         )
         self._heard[transport] = program
         try:
-            stdin = transport.get_pipe_transport(_STDIN)
-            assert isinstance(stdin, asyncio.WriteTransport)
-            # A program that does not read it has ended, or closed it: the transport drops it then.
-            stdin.write(given)
-            stdin.close()
+            # uvloop's is one in all but its class.
+            stdin = cast(asyncio.WriteTransport, transport.get_pipe_transport(_STDIN))
+            # A program that does not read it has ended, or closed it: the transport drops it then, or (uvloop's, closed
+            # already) says so by this error.
+            with contextlib.suppress(RuntimeError):
+                stdin.write(given)
+                stdin.close()
             async with asyncio.timeout(deadline_s):
                 await program.ended.wait()
         finally:
