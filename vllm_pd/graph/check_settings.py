@@ -64,8 +64,9 @@ def check(graph: Graph) -> None:
         _check_worker(workers)
     if graph.planner is not None:
         planner_told(graph.planner)
-    if graph.store is not None:
-        store_lines(graph.store)
+    if (store := graph.store) is not None:
+        store_lines(store)
+        _refuse_flags(store.args, [f"--{name}" for name in _STORE_OWN], f"args of {store.label}")
 
 
 def planner_told(planner: Planner) -> PlannerSettings:

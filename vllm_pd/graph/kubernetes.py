@@ -6,11 +6,12 @@ A component becomes a Deployment called GRAPH-COMPONENT. Workers are labelled so
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.graph import check_settings, commands, program_args
@@ -21,9 +22,14 @@ from vllm_pd.graph.kubernetes_parts import Manifest
 from vllm_pd.graph.machine import Place
 from vllm_pd.graph.model import Component, Frontend, Graph, Planner, Store, Workers
 from vllm_pd.graph.ports import LOOPBACK
+from vllm_pd.layered import redact
 from vllm_pd.planner.actuators import kubernetes_model as labels
+from vllm_pd.planner.config import Mode
 
 ANY = "0.0.0.0"
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
+"""Of a Service, and of a pod's host: the strictest of those that are named after a component."""
+_SECRET_NAME = re.compile(r"(.*_)?(TOKEN|PASSWORD|SECRET|API_KEY)")
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _AFTER_DRAIN_S = 30
 """What a pod gets beyond the time for its requests, to leave the store and free its memory."""
@@ -34,6 +40,9 @@ _SSD_SLACK = 1.1
 _BLOCK_SIZE = 32
 _CPU_MAX_MODEL_LEN = 2048
 _ROUTER_GRACE_S = 10
+_UNHEARD_S = 5
+"""Until everybody who sends requests to a Service has heard that one of its pods is going."""
+_PROGRESS_SLACK_S = 120
 
 
 def render(graph: Graph) -> list[Manifest]:
@@ -61,6 +70,18 @@ def render(graph: Graph) -> list[Manifest]:
 
 def _check(graph: Graph, options: KubernetesOptions) -> None:
     names = [component.label for component in graph.components]
+    for component in (*graph.components, graph.store or Store()):
+        if not _NAME.fullmatch(name := parts.name_of(graph, component)):
+            raise SettingsError(
+                f"{name} is to be the name of a Service, too: it must begin with a letter and have at most 63 of them; "
+                "give the graph, or the component, another name."
+            )
+        for variable in component.env:
+            if _SECRET_NAME.fullmatch(variable.upper()):
+                raise SettingsError(
+                    f"env of {component.label} holds {variable}, which would be in the manifests for all to read; name "
+                    "it in its secrets instead."
+                )
     for name in options.resources:
         if name not in names:
             raise SettingsError(f"kubernetes: resources names {name!r}, and components are {', '.join(names)}.")
@@ -97,7 +118,7 @@ def _store_variables(graph: Graph, store: Store, options: KubernetesOptions) -> 
         url = f"redis://:$({parts.PASSWORD})@{parts.name_of(graph, store)}:{parts.STORE_PORT}"
         own = [parts.secret_variable(graph, options, parts.PASSWORD)]
         return [*own, *parts.variables({"VLLM_PD_STORE": url, **namespace})]
-    if urlsplit(store.url).password:
+    if redact(store.url) != store.url:
         told = parts.secret_variable(graph, options, "VLLM_PD_STORE", parts.STORE_URL)
         return [told, *parts.variables(namespace)]
     return parts.variables({"VLLM_PD_STORE": str(store.url), **namespace})
@@ -106,11 +127,11 @@ def _store_variables(graph: Graph, store: Store, options: KubernetesOptions) -> 
 def _store(graph: Graph, store: Store, options: KubernetesOptions) -> list[Manifest]:
     # All of it can be rebuilt from the workers, so it is in memory only.
     lines = {"save": '""', "appendonly": "no", "maxmemory-policy": "noeviction", "dir": "/tmp"}
-    lines |= {str(key): str(value) for key, value in store.settings.items()}
-    told = " ".join(f"{key} {value}" + r"\n" for key, value in lines.items()).replace("\\n ", "\\n")
+    lines |= check_settings.store_lines(store)
+    told = " ".join(shlex.quote(f"{key} {value}") for key, value in lines.items())
     # A file and not an argument: arguments can be read by everybody on the node.
     script = (
-        f"umask 077; printf '{told}requirepass %s\\n' \"${parts.PASSWORD}\" > /tmp/store.conf; "
+        f"umask 077; printf '%s\\n' {told} \"requirepass ${parts.PASSWORD}\" > /tmp/store.conf; "
         'exec valkey-server /tmp/store.conf "$@"'
     )
     ping = "valkey-cli ping | grep -q PONG"
@@ -118,12 +139,14 @@ def _store(graph: Graph, store: Store, options: KubernetesOptions) -> list[Manif
         "name": "store",
         "image": options.store_image,
         "command": ["sh", "-c", script, "store", *store.args],
-        "env": [
-            parts.secret_variable(graph, options, parts.PASSWORD),
-            # For valkey-cli in the probe.
-            parts.secret_variable(graph, options, "REDISCLI_AUTH", parts.PASSWORD),
-            *parts.own_variables(graph, options, store),
-        ],
+        "env": parts.merged(
+            [
+                parts.secret_variable(graph, options, parts.PASSWORD),
+                # For valkey-cli in the probe.
+                parts.secret_variable(graph, options, "REDISCLI_AUTH", parts.PASSWORD),
+                *parts.own_variables(graph, options, store),
+            ]
+        ),
         "ports": [{"name": "redis", "containerPort": parts.STORE_PORT}],
         "readinessProbe": {"exec": {"command": ["sh", "-c", ping]}, "periodSeconds": 5, "timeoutSeconds": 5},
         "livenessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": _PROBE_S, "failureThreshold": 6},
@@ -201,7 +224,7 @@ def _workers(graph: Graph, workers: Workers, store: Store, options: KubernetesOp
         "name": "vllm",
         "image": options.worker_image,
         "command": _serve(graph, workers, options),
-        "env": env,
+        "env": parts.merged(env),
         "ports": [{"name": "http", "containerPort": parts.WORKER_PORT}],
         "startupProbe": parts.probe(
             "/health", periodSeconds=_PROBE_S, failureThreshold=max(1, round(workers.ready_s / _PROBE_S))
@@ -234,6 +257,7 @@ def _workers(graph: Graph, workers: Workers, store: Store, options: KubernetesOp
             replicas=workers.count,
             # No GPU is free for one more while the old one is there.
             strategy={"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            progress_s=int(workers.ready_s) + options.drain_s + _PROGRESS_SLACK_S,
             more_labels={labels.STARTS_AS: role, labels.NAMESPACE: graph.namespace},
             pod_labels={labels.ROLE: role},
             annotations={
@@ -279,27 +303,32 @@ def _frontend(graph: Graph, frontend: Frontend, store: Store, options: Kubernete
     args = list(told.args)
     if router is None and "--policy" not in args:
         args += ["--policy", "least-loaded"]
-    grace = float(settings.get("shutdown_grace") or options.drain_s)
-    if "--shutdown-grace" not in args:
-        args += ["--shutdown-grace", f"{grace:g}"]
     own = (*frontend.args, *(router.args if router is not None else ()))
+    said = program_args.value_of((*args, *own), "--shutdown-grace")
+    grace = float(said or options.drain_s)
+    if not said:
+        args += ["--shutdown-grace", f"{grace:g}"]
     container: Manifest = {
         "name": "router",
         "image": options.router_image,
         "command": ["vllm-pd-router", "--host", ANY, "--port", str(parts.ROUTER_PORT), *args, *own],
-        "env": [
-            *_store_variables(graph, store, options),
-            *parts.variables({"PYTHONUNBUFFERED": "1"}),
-            *parts.own_variables(graph, options, router, frontend),
-        ],
+        "env": parts.merged(
+            [
+                *_store_variables(graph, store, options),
+                *parts.variables({"PYTHONUNBUFFERED": "1"}),
+                *parts.own_variables(graph, options, router, frontend),
+            ]
+        ),
         "ports": [{"name": "http", "containerPort": parts.ROUTER_PORT}],
         "startupProbe": parts.probe("/health", periodSeconds=2, failureThreshold=60),
         "readinessProbe": parts.probe("/ready", periodSeconds=5, failureThreshold=2),
         "livenessProbe": parts.probe("/health", periodSeconds=_PROBE_S, failureThreshold=3),
+        # A router that is told to end takes no new requests, and some are still being sent to it then.
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_UNHEARD_S)]}}},
         "resources": {"requests": parts.requests(options, frontend, {"cpu": "1", "memory": "1Gi"})},
     }
     rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
-    pod = _small_pod(container, int(grace) + _ROUTER_GRACE_S)
+    pod = _small_pod(container, math.ceil(grace) + _UNHEARD_S + _ROUTER_GRACE_S)
     return [
         parts.deployment(graph, frontend, options, pod, replicas=frontend.count, strategy=rolling),
         parts.service(graph, frontend, frontend.port or parts.ROUTER_PORT, "http", options.service_type),
@@ -311,20 +340,29 @@ def _planner(graph: Graph, planner: Planner, store: Store, options: KubernetesOp
     told = program_args.planner_args(planner.settings)
     _no_secrets(planner, told.env)
     args = ["planner", "run", *told.args, *planner.args]
-    if "--actuator" not in args:
+    own = check_settings.planner_told(planner)
+    if not program_args.value_of(args, "--actuator"):
         args += ["--actuator", "kubernetes"]
-    if "--metrics-port" not in args:
-        args += ["--metrics-host", ANY, "--metrics-port", str(parts.PLANNER_PORT)]
+    elif any(each.partition("=")[0] == "processes" for each in own.actuators):
+        raise SettingsError(
+            f"{planner.label} is told the actuator processes, which starts workers on one machine; on Kubernetes leave "
+            "it out, or name kubernetes."
+        )
+    # The probe asks its page, and Prometheus does; of several that are given the last one counts.
+    port = own.metrics_port or parts.PLANNER_PORT
+    args += ["--metrics-host", ANY, "--metrics-port", str(port)]
     container: Manifest = {
         "name": "planner",
         "image": options.router_image,
         "command": ["vllm-pd", *args],
-        "env": [
-            *_store_variables(graph, store, options),
-            *parts.variables({"PYTHONUNBUFFERED": "1"}),
-            *parts.own_variables(graph, options, planner),
-        ],
-        "ports": [{"name": "metrics", "containerPort": _metrics_port(args)}],
+        "env": parts.merged(
+            [
+                *_store_variables(graph, store, options),
+                *parts.variables({"PYTHONUNBUFFERED": "1"}),
+                *parts.own_variables(graph, options, planner),
+            ]
+        ),
+        "ports": [{"name": "metrics", "containerPort": port}],
         "livenessProbe": parts.probe("/health", "metrics", periodSeconds=_PROBE_S, failureThreshold=6),
         "resources": {"requests": parts.requests(options, planner, {"cpu": "200m", "memory": "512Mi"})},
     }
@@ -337,7 +375,7 @@ def _planner(graph: Graph, planner: Planner, store: Store, options: KubernetesOp
             "apiVersion": "rbac.authorization.k8s.io/v1",
             "kind": "Role",
             "metadata": parts.metadata(graph, planner),
-            "rules": rules(graph),
+            "rules": rules(graph, scales=own.mode == Mode.SCALE),
         },
         {
             "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -360,21 +398,17 @@ def _planner(graph: Graph, planner: Planner, store: Store, options: KubernetesOp
     return out
 
 
-def _metrics_port(args: list[str]) -> int:
-    said = program_args.value_of(args, "--metrics-port") or ""
-    return int(said) if said.isdigit() and said != "0" else parts.PLANNER_PORT
-
-
-def rules(graph: Graph) -> list[dict[str, Any]]:
-    """What the planner may do: see workloads and pods, scale this graph's workloads, label pods."""
+def rules(graph: Graph, *, scales: bool) -> list[dict[str, Any]]:
+    """What the planner may do: see workloads and pods, label pods, and scale this graph's workloads if it is to."""
     names = [parts.name_of(graph, workers) for workers in graph.workers]
+    scale = {
+        "apiGroups": ["apps"],
+        "resources": ["deployments/scale"],
+        "resourceNames": names,
+        "verbs": ["get", "update"],
+    }
     return [
         {"apiGroups": ["apps"], "resources": ["deployments", "statefulsets"], "verbs": ["list"]},
-        {
-            "apiGroups": ["apps"],
-            "resources": ["deployments/scale", "statefulsets/scale"],
-            "resourceNames": names,
-            "verbs": ["get", "update"],
-        },
+        *([scale] if scales else []),
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]},
     ]

@@ -75,6 +75,11 @@ def own_variables(graph: Graph, options: KubernetesOptions, *components: Compone
     return out
 
 
+def merged(variables: Sequence[Manifest]) -> list[Manifest]:
+    """Each variable once: the last of a name, in the place of the first, since others may refer to it from there on."""
+    return list({each["name"]: each for each in variables}.values())
+
+
 def probe(path: str, port: str = "http", **numbers: int) -> Manifest:
     return {"httpGet": {"path": path, "port": port}, "timeoutSeconds": 5, **numbers}
 
@@ -107,11 +112,13 @@ def deployment(
     *,
     replicas: int,
     strategy: Manifest,
+    progress_s: int | None = None,
     more_labels: Mapping[str, str] | None = None,
     pod_labels: Mapping[str, str] | None = None,
     annotations: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """`more_labels` are on the Deployment and its pods, `pod_labels` on the pods alone."""
+    """`more_labels` are on the Deployment and its pods, `pod_labels` on the pods alone. `progress_s`: after so long
+    without a pod that comes up a rollout counts as failed; None leaves it to Kubernetes (600)."""
     spec = {"automountServiceAccountToken": False, "enableServiceLinks": False, **pod}
     if options.pull_secret:
         spec["imagePullSecrets"] = [{"name": options.pull_secret}]
@@ -123,6 +130,7 @@ def deployment(
         "spec": {
             "replicas": replicas,
             "strategy": strategy,
+            **({} if progress_s is None else {"progressDeadlineSeconds": progress_s}),
             "selector": {"matchLabels": selector(graph, component)},
             "template": {"metadata": {"labels": every}, "spec": spec},
         },

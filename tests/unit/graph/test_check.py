@@ -146,6 +146,7 @@ ALL = "frontend>router router>decode decode>prefill"
         (graph(F, W, Store(settings={"port": 7}), links="frontend>worker"), "set port, which is given by port of the"),
         (graph(F, W, Store(settings={"requirepass": "x"}), links="frontend>worker"), "set requirepass, which is given"),
         (graph(F, W, Store(settings={"Daemonize": True}), links="frontend>worker"), "set daemonize, which is given by"),
+        (graph(F, W, Store(args=("--dir", "/")), links="frontend>worker"), "args of store hold --dir, which the graph"),
         (
             graph(F, W, Store(settings={"save": ["900 1"]}), links="frontend>worker"),
             "save in settings of store must be a text or a number on one line",

@@ -19,6 +19,7 @@ from tests.conformance.actuator import WHY
 from tests.kubernetes.api_server import ApiServer
 from tests.kubernetes.objects import Object, StatusError, validate
 from tests.kubernetes.world import KubernetesWorld
+from vllm_pd import cli
 from vllm_pd.errors import SettingsError
 from vllm_pd.graph import read
 from vllm_pd.graph.check import check
@@ -85,8 +86,61 @@ def test_a_pod_gets_longer_to_end_than_its_requests_do() -> None:
         command = container(deployment)["command"]
         assert command[command.index("--shutdown-timeout") + 1] == "300"
         assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 300
+        # A model may take longer to load than what Kubernetes waits for by itself.
+        assert deployment["spec"]["progressDeadlineSeconds"] > 900
     router = of(manifests, "Deployment", "pd-frontend")
-    assert router["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 300
+    # What is still sent to a pod that is going is taken, too.
+    (pause, seconds) = container(router)["lifecycle"]["preStop"]["exec"]["command"]
+    assert pause == "sleep"
+    assert router["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 300 + int(seconds)
+
+
+def planner_of(settings: dict[str, Any], *args: str) -> tuple[Object, list[Object]]:
+    """The planner's container, and the rules of its Role."""
+    data = yaml.safe_load((DEPLOY / "graph.yaml").read_text())
+    data["components"]["planner"] |= {"settings": settings, "args": list(args)}
+    manifests = render(check(read.from_mapping(data, "graph")))
+    return container(of(manifests, "Deployment", "pd-planner")), of(manifests, "Role", "pd-planner")["rules"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "args", "port"),
+    [
+        ({}, (), 9090),
+        ({"metrics_port": 9200}, (), 9200),
+        ({"metrics_host": "127.0.0.1"}, ("--metrics-port=9300", "--actuator=kubernetes=llm"), 9300),
+        ({"metrics_port": 0}, (), 9090),
+    ],
+)
+def test_the_page_of_the_planner_is_where_its_probe_asks(
+    settings: dict[str, Any], args: tuple[str, ...], port: int
+) -> None:
+    told, _ = planner_of(settings, *args)
+    assert told["ports"] == [{"name": "metrics", "containerPort": port}]
+    read_back = cli._parser().parse_args(told["command"][1:])
+    assert (read_back.planner_metrics_host, read_back.planner_metrics_port) == ("0.0.0.0", str(port))
+    assert len(read_back.planner_actuators) == 1
+
+
+def test_a_planner_that_only_moves_roles_may_scale_nothing() -> None:
+    resources = {what for rule in planner_of({"mode": "fixed"})[1] for what in rule["resources"]}
+    assert resources == {"deployments", "statefulsets", "pods"}
+    scaling = [rule for rule in planner_of({"mode": "scale"})[1] if rule["resources"] == ["deployments/scale"]]
+    assert [rule["resourceNames"] for rule in scaling] == [["pd-decode", "pd-prefill"]]
+
+
+def test_a_planner_that_would_start_processes_is_refused() -> None:
+    with pytest.raises(SettingsError, match="the actuator processes, which starts workers on one machine"):
+        planner_of({"mode": "scale", "actuators": ["processes"]})
+
+
+def test_a_variable_that_frontend_and_router_name_is_there_once() -> None:
+    data = yaml.safe_load((DEPLOY / "graph.yaml").read_text())
+    data["components"]["router"]["env"] = {"A": "router", "B": "router"}
+    data["components"]["frontend"]["env"] = {"A": "frontend"}
+    env = container(of(render(read.from_mapping(data, "graph")), "Deployment", "pd-frontend"))["env"]
+    assert [each["value"] for each in env if each["name"] == "A"] == ["frontend"]
+    assert len({each["name"] for each in env}) == len(env)
 
 
 def test_workers_get_gpus_memory_for_their_tiers_and_the_address_they_are_reached_at() -> None:
@@ -155,9 +209,13 @@ def test_a_secret_in_the_graph_is_refused() -> None:
     assert SECRET not in str(refused.value)
 
 
-def test_the_password_of_a_store_of_ones_own_stays_out_of_the_manifests() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [f"rediss://:{SECRET}@redis.example.com:6379", f"redis+sentinel://a:1,b:2/main?sentinel_password={SECRET}"],
+)
+def test_the_password_of_a_store_of_ones_own_stays_out_of_the_manifests(url: str) -> None:
     data = yaml.safe_load((DEPLOY / "graph.yaml").read_text())
-    data["components"]["store"] = {"url": f"rediss://:{SECRET}@redis.example.com:6379"}
+    data["components"]["store"] = {"url": url}
     manifests = render(read.from_mapping(data, "graph"))
     assert SECRET not in json.dumps(manifests)
     env = {each["name"]: each for each in container(of(manifests, "Deployment", "pd-decode"))["env"]}
@@ -166,7 +224,10 @@ def test_the_password_of_a_store_of_ones_own_stays_out_of_the_manifests() -> Non
 
 
 def test_the_store_starts_with_its_password_in_a_file_that_others_cannot_read(tmp_path: Path) -> None:
-    command = container(of(render(graph_of(DEPLOY / "graph.yaml")), "Deployment", "pd-store"))["command"]
+    data = yaml.safe_load((DEPLOY / "graph.yaml").read_text())
+    odd = "O'Neill's 100% \\n $HOME"
+    data["components"]["store"] = {"settings": {"proc-title-template": odd, "lazyfree-lazy-eviction": True}}
+    command = container(of(render(read.from_mapping(data, "graph")), "Deployment", "pd-store"))["command"]
     server = tmp_path / "valkey-server"
     server.write_text('#!/bin/sh\nstat -c %a "$1"; cat "$1"\n')
     server.chmod(0o755)
@@ -178,6 +239,7 @@ def test_the_store_starts_with_its_password_in_a_file_that_others_cannot_read(tm
     lines = done.stdout.splitlines()
     assert lines[0] == "600"
     assert {'save ""', "appendonly no", "maxmemory-policy noeviction", f"requirepass {SECRET}"} <= set(lines)
+    assert {f"proc-title-template {odd}", "lazyfree-lazy-eviction yes"} <= set(lines)
 
 
 def test_network_policies_let_in_who_needs_to_and_nobody_else() -> None:
@@ -202,6 +264,22 @@ def test_network_policies_let_in_who_needs_to_and_nobody_else() -> None:
 def test_what_cannot_be_is_said_in_a_sentence(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         render(with_options(**options))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"graph": "4gpus"}, "4gpus-frontend is to be the name of a Service, too: it must begin with a letter"),
+        ({"graph": "g" * 40, "components": {"p" * 40: {"kind": "prefill"}}}, "have at most 63 of them"),
+        ({"components": {"prefill": {"env": {"HF_TOKEN": SECRET}}}}, "env of prefill holds HF_TOKEN, which would be"),
+    ],
+)
+def test_names_and_variables_that_must_not_be_so_on_kubernetes_are_refused(change: dict[str, Any], said: str) -> None:
+    data = yaml.safe_load((DEPLOY / "graph.yaml").read_text())
+    data = {**data, **change, "components": {**data["components"], **change.get("components", {})}}
+    with pytest.raises(SettingsError, match=said) as refused:
+        render(read.from_mapping(data, "graph"))
+    assert SECRET not in str(refused.value)
 
 
 def test_a_fraction_of_a_gpu_is_refused() -> None:
