@@ -99,7 +99,7 @@ class Call:
     limit: int = 0
     """Tokens that the whole answer may have, where this continues one."""
     next_look: float = 0.0
-    """When it may be asked again whether its stream ends with a whole character, `time.monotonic()`."""
+    """When it may be looked at again whether another worker can go on with its stream, `time.monotonic()`."""
     stays: bool = False
     """It was found to be none that another worker could go on with exactly."""
     broken: Broken | None = None

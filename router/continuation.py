@@ -230,16 +230,20 @@ class Continuation:
         if tail is None or tail.off or tail.opaque or not settings.continue_streams or worker.record.penalises_answers:
             call.stays = True
             return False
-        if not tail.prompt or tail.finished or tail.clean < len(tail.ids) or not self._has_other(call, worker):
+        if not tail.prompt or tail.finished or tail.clean < len(tail.ids):
+            return False
+        # Asked with every piece of the stream, while looking for another worker looks at all of them.
+        now = time.monotonic()
+        if now < call.next_look:
+            return False
+        if not self._has_other(call, worker):
+            call.next_look = now + LOOK_EVERY_S
             return False
         if (call.limit or self._limit(call, tail, worker)) <= tail.clean:
             call.stays = True
             return False
         if not tail.unsure:
             return True
-        now = time.monotonic()
-        if now < call.next_look:
-            return False
         call.next_look = now + LOOK_EVERY_S
         members = read_body(call.body)
         assert members is not None
