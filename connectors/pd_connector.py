@@ -13,28 +13,20 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from vllm_pd import settings as s
 from vllm_pd import side_channel, transfer_config
 from vllm_pd.connectors import event_flush, reused_blocks, weight_watch
 from vllm_pd.connectors.cpu_cures import calm_nixl, calm_queues
-from vllm_pd.connectors.farewells import Farewells
-from vllm_pd.connectors.handoff_arrivals import HandoffArrivals
-from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, MARGIN_S, HandoffLease, is_handoff
-from vllm_pd.connectors.handoff_params import Wanted, problem
-from vllm_pd.connectors.held_blocks import HeldBlocks
+from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, is_handoff
+from vllm_pd.connectors.handoffs import Handoffs
 from vllm_pd.connectors.offload_gate import OffloadGate
 from vllm_pd.connectors.pd_metadata import PDMetadata
-from vllm_pd.connectors.read_leases import Blocks, ReadLease, ReadLeases
+from vllm_pd.connectors.read_leases import Blocks, ReadLeases
 from vllm_pd.connectors.send_leases import SendLeases
 from vllm_pd.connectors.ssd_link import SsdLink
 from vllm_pd.errors import SettingsError
-from vllm_pd.given_up import GivenUp, Handoff, given_up
-from vllm_pd.holds import hold_key, released_keys
 from vllm_pd.kv_offload.ssd_namespace import model_identity
 from vllm_pd.tier_choices import LoadGate
 from vllm_pd.vllm_compat import (
@@ -91,13 +83,12 @@ class PDConnector(MultiConnector):
             super().__init__(expanded, role, kv_cache_config)
         self._nixl = nixl
         # Of the scheduler half.
-        self._lease = HandoffLease(_lease_duration(expanded.kv_transfer_config))
-        self._held = HeldBlocks()
+        self._handoffs = Handoffs(
+            self.sub_connectors[nixl].connector_scheduler if nixl is not None else None,
+            _lease_duration(expanded.kv_transfer_config),
+        )
         self._kept: set[str] = set()
         """Requests that have finished and whose blocks stay until they are said to be sent, or stored."""
-        self._arrivals = HandoffArrivals()
-        self._farewells = Farewells()
-        self._new_leases: list[ReadLease] = []
         self._tiers = _index_of(transfer_config.OFFLOADING, expanded.kv_transfer_config)
         self._gate: OffloadGate | None = None
         self._ssd: SsdLink | None = None
@@ -122,36 +113,15 @@ class PDConnector(MultiConnector):
     def on_new_request(self, request: Request) -> None:
         # The index counts the copies of a block by its events; a request may ask for events without a new copy.
         request.kv_cache_report_mode = "incremental"
-        params = request.kv_transfer_params
-        now, wall = time.monotonic(), time.time()
-        if told := given_up(params):
-            self._give_up(told, wall, now)
-        elif keys := released_keys(params):
-            self._held.release(keys, now)
-        elif key := hold_key(params):
-            self._held.arrived(request.request_id, key)
-        if told or keys:
-            # All that this request is for; it neither reads blocks nor leaves any.
-            request.kv_transfer_params = params = None
-        self._refuse_unusable(request)
-        if self._lease.arrived(request.request_id, params, wall, now):
-            self._compute_anew(request, "it came after the end of the prefill worker's lease")
-        elif lease := self._lease.for_workers(request.request_id, params, wall, now):
-            if self._arrivals.arrived(request.request_id, lease.blocks, now):
-                self._compute_anew(request, "its router had given it up before it came")
-            else:
-                self._new_leases.append(lease)
+        self._handoffs.arrived(request, time.time(), time.monotonic())
         if self._ssd is not None:
             self._ssd.arrived(request)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        params = request.kv_transfer_params
-        # Only as long as nobody asked for the blocks: vLLM takes the mark off when it does.
-        if is_handoff(params) and self._lease.is_stale(request.request_id, time.monotonic()):
-            self._compute_anew(request, "it waited for longer than the prefill worker's lease is known to hold")
+        self._handoffs.asks(request, time.monotonic())
         if self._gate is not None and not self._gate.before_lookup(
-            request, num_computed_tokens, handed_over=is_handoff(params)
+            request, num_computed_tokens, handed_over=is_handoff(request.kv_transfer_params)
         ):
             return None, False
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -173,12 +143,11 @@ class PDConnector(MultiConnector):
         if self._nixl is None:
             return meta
         if meta.metadata[self._nixl].heartbeat_by_engine:
-            self._lease.heartbeat(time.monotonic())
-        leases, self._new_leases = tuple(self._new_leases), []
-        return PDMetadata(meta.metadata, meta.extra_async_saves, self._held.take_leaving(), leases)
+            self._handoffs.heartbeat(time.monotonic())
+        return PDMetadata(meta.metadata, meta.extra_async_saves, *self._handoffs.take_news())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._held.gone(connector_output.finished_sending or ())
+        self._handoffs.sent(connector_output.finished_sending or ())
         meta = connector_output.kv_connector_worker_meta
         if self._gate is not None and meta is not None and (tiers := meta.metadata[self._tiers]) is not None:
             self._gate.transferred(tiers)
@@ -268,7 +237,7 @@ class PDConnector(MultiConnector):
         return self._stamped(request, *super().request_finished_all_groups(request, block_ids))
 
     def has_pending_push_work(self) -> bool:
-        return self._farewells.are_due(time.monotonic()) or bool(super().has_pending_push_work())
+        return self._handoffs.has_farewells(time.monotonic()) or bool(super().has_pending_push_work())
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -277,72 +246,18 @@ class PDConnector(MultiConnector):
         if self._nixl is not None:
             self.sub_connectors[self._nixl].set_xfer_handshake_metadata_pp_aware(metadata)
 
-    def _give_up(self, told: GivenUp, wall: float, now: float) -> None:
-        """Tell the prefill workers of those hand-offs that nothing here has read or will read."""
-        if self._nixl is None:
-            return
-        nixl = self.sub_connectors[self._nixl].connector_scheduler
-        if not told.is_for(nixl.engine_id):
-            return
-        for handoff in told.handoffs:
-            left_s = handoff.pd_lease_until_ms / 1000 - wall
-            blocks = handoff.remote_engine_id, handoff.remote_request_id
-            if left_s > 0 and self._arrivals.give_up(blocks, now + left_s + MARGIN_S, now):
-                self._tell_unread(nixl, handoff)
-                self._farewells.given_up(now)
-
-    def _tell_unread(self, nixl: Any, handoff: Handoff) -> None:
-        """As vLLM does for a request that ends before it is scheduled: a read of no blocks."""
-        params = {**msgspec.structs.asdict(handoff), "remote_block_ids": []}
-        unread = SimpleNamespace(kv_transfer_params=params)
-        nixl._reqs_need_recv[f"given-up-{handoff.remote_request_id}"] = (unread, [], (), False)
-
-    def _refuse_unusable(self, request: Request) -> None:
-        """Take parameters off a request by which nothing can be read: vLLM would wait for blocks, or end."""
-        params = request.kv_transfer_params
-        if self._nixl is None or not params:
-            return
-        nixl = self.sub_connectors[self._nixl].connector_scheduler
-        if params.get("do_remote_decode") and not nixl.is_bidirectional_kv_xfer_enabled:
-            # A prefill leg that names blocks to read first, which only that option reads.
-            params["remote_block_ids"] = None
-        if not is_handoff(params):
-            return
-        prompt = request.prompt_token_ids
-        # What the API server has refused comes without its prompt, only to let go of the blocks.
-        knows = prompt is not None and not request.abort_immediately
-        wanted = Wanted(
-            nixl._get_remote_prefill_token_count(len(prompt)) if knows else None,
-            len(nixl.kv_cache_config.transfer_groups),
-            0 if nixl._is_hma_required else nixl.block_size,
-        )
-        if why := problem(params, wanted):
-            self._compute_anew(request, f"its hand-off cannot be used ({why})")
-
-    def _compute_anew(self, request: Request, reason: str) -> None:
-        logger.warning("vllm-pd: the prompt of request %s is computed here: %s.", request.request_id, reason)
-        request.kv_transfer_params["do_remote_prefill"] = False
-        self._lease.forget(request.request_id)
-        if self._nixl is not None:
-            # Heartbeats would otherwise hold the blocks that nobody reads until this request ends.
-            self.sub_connectors[self._nixl].connector_scheduler._stop_heartbeat(request.request_id)
-
     def _ended(self, request: Request) -> None:
         """Before its children have seen the end of the request."""
-        now = time.monotonic()
-        self._farewells.finished(request.kv_transfer_params, now)
-        self._arrivals.ended(request.request_id, now)
+        self._handoffs.ended(request, time.monotonic())
         if self._gate is not None:
             self._gate.finished(request.request_id)
 
     def _stamped(
         self, request: Request, keep_blocks: bool, params: dict[str, Any] | None
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._lease.forget(request.request_id)
-        self._held.finished(request.request_id, keep_blocks)
         if keep_blocks:
             self._kept.add(request.request_id)
-        return keep_blocks, self._lease.stamp(params, time.time())
+        return keep_blocks, self._handoffs.finished(request.request_id, keep_blocks, params, time.time())
 
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: VllmConfig) -> Any:

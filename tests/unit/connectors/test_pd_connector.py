@@ -15,10 +15,9 @@ pytest.importorskip("vllm")
 
 from vllm_pd import transfer_config as tc
 from vllm_pd.connectors import pd_connector
-from vllm_pd.connectors.farewells import STEPPING_S, Farewells
-from vllm_pd.connectors.handoff_arrivals import HandoffArrivals
+from vllm_pd.connectors.farewells import STEPPING_S
 from vllm_pd.connectors.handoff_lease import EXTENSION_FIELD, FIELD, HandoffLease
-from vllm_pd.connectors.held_blocks import HeldBlocks
+from vllm_pd.connectors.handoffs import Handoffs
 from vllm_pd.connectors.pd_connector import PDConnector, expand, register_specs
 from vllm_pd.connectors.pd_metadata import PDMetadata
 from vllm_pd.connectors.read_leases import ReadLease, ReadLeases
@@ -171,11 +170,9 @@ def connector_over(nixl: FakeScheduler) -> PDConnector:
     connector._connectors = [nixl]
     connector._all_support_hma = True
     connector._requests_to_connector, connector._extra_async_saves = {}, {}
-    connector._lease, connector._nixl = HandoffLease(), 0
+    connector._handoffs, connector._nixl = Handoffs(nixl), 0
     connector._gate = connector._ssd = connector._tiers = None
-    connector._held, connector._kept, connector._new_leases = HeldBlocks(), set(), []
-    connector._arrivals, connector._farewells = HandoffArrivals(), Farewells()
-    connector._reads, connector._sends = ReadLeases(), None
+    connector._kept, connector._reads, connector._sends = set(), ReadLeases(), None
     return connector
 
 
@@ -449,9 +446,8 @@ def test_a_hand_off_whose_lease_is_over_is_not_given_up(clock: Clock) -> None:
 
 
 def test_giving_up_without_transfers_is_nothing(clock: Clock) -> None:
-    connector = connector_over(FakeScheduler())
-    request, connector._nixl = give_up(handed_off(clock.now)), None
-    connector.on_new_request(request)
+    request = give_up(handed_off(clock.now))
+    Handoffs(None).arrived(request, clock.now, clock.now)
     assert request.kv_transfer_params is None
 
 
