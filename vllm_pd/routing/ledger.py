@@ -6,9 +6,11 @@ from collections.abc import Hashable, Sequence
 from math import inf
 
 from vllm_pd.block_hash import BlockKey
+from vllm_pd.routing.begun_request import BegunRequest
 from vllm_pd.routing.model import NO_OVERLAP, Ask, Overlap, Rates
+from vllm_pd.routing.others_work import OthersWork
 from vllm_pd.routing.predict import cached_tokens, turn, wait
-from vllm_pd.routing.rates import PrefillWork, RateLearner, Speed, prefill_work, together
+from vllm_pd.routing.rates import PrefillWork, RateLearner, Speed, together
 from vllm_pd.state.base import PoolId, Role
 from vllm_pd.state.block_index import Holder
 
@@ -19,42 +21,6 @@ _TOGETHER = 8
 _MEAN_KEEPS = 0.95
 _TYPICAL_TOKENS = 1000
 """Uncached tokens of a request of which nothing is known."""
-
-
-class _Request:
-    __slots__ = (
-        "blocks",
-        "cached",
-        "crowded",
-        "missing",
-        "new",
-        "promises",
-        "seconds",
-        "silent",
-        "since",
-        "turn",
-        "work",
-    )
-
-    def __init__(self, ask: Ask, overlap: Overlap, cached: int, silent: bool, now: float) -> None:
-        self.cached = cached
-        self.new = ask.tokens - cached
-        self.work = prefill_work(self.new, cached, overlap.cpu, overlap.ssd)
-        self.promises: Sequence[BlockKey] = ()
-        """Keys of the blocks it will leave in the cache."""
-        self.seconds = 0.0
-        """Predicted prefill time, without the queue before it."""
-        self.blocks = ask.blocks
-        self.silent = silent
-        """Its first token is not seen: the answer comes in one piece."""
-        self.missing = ask.blocks - overlap.gpu
-        """Blocks to hand over if another worker prefills it."""
-        self.crowded: bool | None = None
-        """Whether it was sent to an engine without room for what it brings; None: prefilled elsewhere, not sent yet."""
-        self.turn = now
-        """Of those that wait, the one with the smallest is computed next."""
-        self.since = now
-        """Sent; with a remote prefill: when the prefilled request was sent; later: when its first token came."""
 
 
 class EngineLedger:
@@ -75,12 +41,7 @@ class EngineLedger:
         "_inflight_at_report",
         "_mean_seconds",
         "_most_inflight",
-        "_others_at",
-        "_others_requests",
-        "_others_running",
-        "_others_seconds",
-        "_others_share",
-        "_others_tokens",
+        "_others",
         "_own_seconds",
         "_own_tokens",
         "_queue",
@@ -125,11 +86,11 @@ class EngineLedger:
         learner.follow(self)
         self._speed = Speed(learner)
         self.rates: Rates = self._speed.rates
-        self._queue: dict[Hashable, _Request] = {}
+        self._queue: dict[Hashable, BegunRequest] = {}
         """Being prefilled here or waiting for it, in the order of their turns; what is computed already is first."""
-        self._remote: dict[Hashable, _Request] = {}
+        self._remote: dict[Hashable, BegunRequest] = {}
         """Prefilled elsewhere, without a first token."""
-        self._decoding: dict[Hashable, _Request] = {}
+        self._decoding: dict[Hashable, BegunRequest] = {}
         self._busy_since = 0.0
         """Since when the oldest of the queue is served: its dispatch, or the first token before it."""
         self._done: PrefillWork | None = None
@@ -138,21 +99,15 @@ class EngineLedger:
         self._own_tokens = 0
         self._own_seconds = 0.0
         self._mean_seconds = self.rates.prefill(_TYPICAL_TOKENS, 0)
-        self._others_tokens = 0
-        self._others_requests = 0
-        self._others_seconds = 0.0
-        self._others_share = 1.0
-        self._others_at = 0.0
+        self._others = OthersWork()
         self._reported_running = 0
-        self._others_running = 0
-        """Requests that the engine runs for others, at least."""
         self._inflight_at_report = 0
         self._most_inflight = 0
         """Since the newest report: no more of those that the next one counts are this router's."""
         self.ordered = False
         """Whether the engine computes requests in the order of their turns; else it takes them as they come."""
         self.turns: Sequence[tuple[float, float]] = ()
-        self.promised: dict[BlockKey, _Request] = {}
+        self.promised: dict[BlockKey, BegunRequest] = {}
         """Blocks that requests in the queue will leave in the cache."""
         self.free_at = 0.0
         self.least_wait = 0.0
@@ -231,7 +186,7 @@ class EngineLedger:
             overlap = NO_OVERLAP
         held = overlap.blocks
         held += self.promised_after(held, ask)
-        entry = _Request(ask, overlap, cached_tokens(ask, held), silent, now)
+        entry = BegunRequest(ask, overlap, cached_tokens(ask, held), silent, now)
         if remote:
             self._remote[request] = entry
         else:
@@ -263,7 +218,7 @@ class EngineLedger:
         first = self.promised.get(ask.keys[held - 1]) if 0 < held <= len(ask.keys) else None
         return max(own, first.turn) if first is not None else own
 
-    def _enqueue(self, request: Hashable, entry: _Request) -> None:
+    def _enqueue(self, request: Hashable, entry: BegunRequest) -> None:
         queue = self._queue
         before = next(reversed(queue.values()), None)
         queue[request] = entry
@@ -279,7 +234,7 @@ class EngineLedger:
             entry.since = now
             entry.crowded = self._lacks_room(entry)
 
-    def _lacks_room(self, entry: _Request) -> bool:
+    def _lacks_room(self, entry: BegunRequest) -> bool:
         """Whether a request that comes now waits until others end."""
         coming = sum(other.missing for other in self._remote.values() if other.crowded is not None)
         return bool(self.kv_blocks) and self.kv_usage * self.kv_blocks + coming + entry.missing > self.kv_blocks
@@ -319,7 +274,7 @@ class EngineLedger:
 
     def _overtake(self, request: Hashable, now: float) -> None:
         """A request has its first token, so silent ones before it have theirs: the engine serves them in turn."""
-        before: list[tuple[Hashable, _Request]] = []
+        before: list[tuple[Hashable, BegunRequest]] = []
         for name, entry in self._queue.items():
             if name == request:
                 break
@@ -333,7 +288,7 @@ class EngineLedger:
             self._decodes(name, entry, now)
         self._busy_since = since
 
-    def _decodes(self, request: Hashable, entry: _Request, now: float) -> None:
+    def _decodes(self, request: Hashable, entry: BegunRequest, now: float) -> None:
         entry.since = now
         self._decoding[request] = entry
         self.decoding += 1
@@ -356,32 +311,22 @@ class EngineLedger:
     def report(self, running: int, waiting: int, kv_usage: float, now: float) -> None:
         """The engine's newest load."""
         self._reported_running, self.waiting, self.kv_usage = running, waiting, kv_usage
-        others = max(0, running - self._most_inflight)
-        self.decoding += others - self._others_running
-        self._others_running = others
+        self.decoding += self._others.runs(max(0, running - self._most_inflight))
         self._inflight_at_report = self._most_inflight = self.inflight
         self.begun = self.begun_blocks = 0
         self._count_others(now)
 
     def report_others(self, tokens: int, requests: int, now: float) -> None:
         """Prompt tokens that the engine has to compute for other routers, and the requests that these are of."""
-        self._others_tokens, self._others_requests = tokens, requests
+        self._others.tokens, self._others.requests = tokens, requests
         self._count_others(now)
 
     def _count_others(self, now: float) -> None:
-        # Requests that no router told of: somebody asks the engine directly.
-        unknown = max(0, self.waiting - len(self._queue) - self._others_requests)
-        seconds = (
-            self._others_tokens * self.rates.prefill_token
-            + self._others_requests * self.rates.prefill_base
-            + unknown * self._mean_seconds
-        )
-        self._others_seconds, self._others_at = seconds, now
-        # The engine serves both in turn, so theirs shrinks only by its part of the time.
-        self._others_share = seconds / (seconds + self._own_seconds) if seconds else 1.0
+        unknown = max(0, self.waiting - len(self._queue) - self._others.requests)
+        self._others.count(self.rates, unknown * self._mean_seconds, self._own_seconds, now)
         self._refresh(now)
 
-    def _leave_queue(self, request: Hashable, now: float, *, computed: bool) -> _Request | None:
+    def _leave_queue(self, request: Hashable, now: float, *, computed: bool) -> BegunRequest | None:
         entry = self._queue.get(request)
         if entry is None:
             return None
@@ -395,7 +340,7 @@ class EngineLedger:
         self._own_tokens -= entry.new
         self._own_seconds = self._own_seconds - entry.seconds if self._queue else 0.0
         if entry is head:
-            if computed and not self._others_left(self._busy_since):
+            if computed and not self._others.left(self._busy_since):
                 self._learn(entry.work, now - self._busy_since)
             else:
                 self._done = None
@@ -414,14 +359,10 @@ class EngineLedger:
             self._done = None
             self._speed.observe_prefill(work, seconds)
 
-    def _others_left(self, now: float) -> float:
-        since = max(0.0, now - self._others_at)
-        return max(0.0, self._others_seconds - since * self._others_share)
-
     def _refresh(self, now: float) -> None:
         """Bring the attributes that a choice reads up to date."""
         self.rates = self._speed.rates
-        left = self._others_left(now)
+        left = self._others.left(now)
         self.least_wait = 0.0
         self.silent_until = inf
         self.turns = ()
@@ -436,7 +377,7 @@ class EngineLedger:
             self.least_wait = behind + overdue
             left += behind + max(overdue, head.seconds - (now - self._busy_since))
         self.free_at = now + left
-        self.prefill_tokens = self._own_tokens + self._others_tokens
+        self.prefill_tokens = self._own_tokens + self._others.tokens
         self.running = max(
             self._reported_running + self.inflight - self._inflight_at_report, self.inflight - self.waiting
         )
