@@ -11,6 +11,9 @@ ARGS ?=
 # Tests mostly wait. Real servers are started by one process, one test after another; the rest runs beside.
 PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 
+# Tests start hundreds of processes, which would compile the project's code each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install test test-unit test-e2e test-contract test-slow test-churn test-faults test-soak lint format demo clean
 

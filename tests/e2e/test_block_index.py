@@ -204,6 +204,7 @@ def test_a_store_that_comes_back_empty_gets_the_whole_index_again(cluster: Local
     until(lambda: on(Tier.GPU, held(cluster)) == keys(*asked, *more), lambda: held(cluster))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_leaves_no_ghost_when_it_is_back(cluster: LocalCluster, worker: LocalWorker) -> None:
     ask(worker, texts(2, 3 * BLOCK))
     before = state_of(cluster)

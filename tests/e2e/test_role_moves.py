@@ -32,7 +32,8 @@ CLIENTS = 3
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def three(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """With a decode worker to spare."""
     made = tiny_cluster(tiny_model, tmp_path_factory.mktemp("roles"), prefill=1, decode=2)
     with made:
         yield made
@@ -100,18 +101,25 @@ class Load(threading.Thread):
         return self.streams
 
 
-@pytest.mark.parametrize("moves", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_back_and_forth_under_load(cluster: LocalCluster, moves: int) -> None:
+def test_to_both_and_back_under_load(cluster: LocalCluster) -> None:
+    back_and_forth(cluster, cluster.worker("prefill-0"), [Role.BOTH, Role.PREFILL])
+
+
+@pytest.mark.slow
+def test_back_and_forth_under_load(three: LocalCluster) -> None:
+    back_and_forth(three, three.worker("decode-1"), [Role.PREFILL, Role.DECODE] * 10)
+
+
+def back_and_forth(cluster: LocalCluster, worker: LocalWorker, to_roles: list[Role]) -> None:
+    """Move it so while clients ask; then compare every answer, and look for blocks that stayed."""
     plain: dict[str, Stream] = {}
-    worker = cluster.worker("decode-1")
     load = [Load(cluster, number) for number in range(CLIENTS)]
     for client in load:
         client.start()
     took = []
     try:
-        for number in range(moves):
+        for to in to_roles:
             done = sum(len(client.streams) for client in load)
-            to = Role.PREFILL if number % 2 == 0 else Role.DECODE
             moved = move(cluster, worker, to)
             assert moved.done and moved.move is not None and moved.move.state is MoveState.DONE, moved.detail
             took.append(moved.move.took_ms / 1000)
@@ -126,17 +134,23 @@ def test_back_and_forth_under_load(cluster: LocalCluster, moves: int) -> None:
             plain[key] = Stream(cluster.worker("decode-0").url, stream.path, stream.body).start().finish()
         assert not stream.failure and not stream.error, stream.error
         check_same(cluster, plain[key], stream)
-    for each in cluster.workers:
-        is_free(each)
+    all_are_free(cluster)
     took.sort()
     print(
-        f"\n{moves} moves under {CLIENTS} clients, {len(streams)} streams, none failed: "
+        f"\n{len(took)} moves under {CLIENTS} clients, {len(streams)} streams, none failed: "
         f"a move took {took[0]:.1f} to {took[-1]:.1f} s, median {took[len(took) // 2]:.1f} s"
     )
 
 
-def test_long_streams_go_on_at_another_worker(cluster: LocalCluster) -> None:
-    worker = cluster.worker("decode-1")
+def all_are_free(cluster: LocalCluster) -> None:
+    for worker in cluster.workers:
+        if worker.role is not None:
+            is_free(worker)
+
+
+@pytest.mark.slow
+def test_long_streams_go_on_at_another_worker(three: LocalCluster) -> None:
+    cluster, worker = three, three.worker("decode-1")
     wanted = [
         Stream(cluster.worker("decode-0").url, path, asked(path, prompts.TEXTS[text], 1200)).start().finish()
         for path, text in ((CHAT, "greek"), (COMPLETION, "german"))
@@ -151,12 +165,13 @@ def test_long_streams_go_on_at_another_worker(cluster: LocalCluster) -> None:
     for a, b in zip(wanted, running, strict=True):
         check_same(cluster, a, b.finish())
     assert move(cluster, other, Role.DECODE).done
-    for each in cluster.workers:
-        is_free(each)
+    all_are_free(cluster)
 
 
-def test_a_worker_that_moved_is_warm(cluster: LocalCluster) -> None:
+@pytest.mark.slow
+def test_a_worker_that_moved_is_warm(three: LocalCluster) -> None:
     """What it has computed as a decode worker it hands over as a prefill worker, without computing it again."""
+    cluster = three
     worker, first = cluster.worker("decode-1"), cluster.worker("prefill-0")
     text = prompts.TEXTS["french"] * 6
     Endpoint(worker.url, MODEL).post(COMPLETION, {"model": MODEL, "prompt": text, "max_tokens": 1, "temperature": 0})
