@@ -1,22 +1,69 @@
 """Programs of Debian's or Ubuntu's packages without root: downloaded by apt, unpacked into a folder.
 
-Nothing is installed. What apt needs of its own state is kept in the folder too. Standard library only.
+Nothing is installed. What apt needs of its own state is kept in the folder too, and why it could not be done. Standard
+library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+REASON = "why-not.txt"
 _DOWNLOAD_S = 120.0
+_VERSION_S = 60.0
 
 
 class PackagesError(Exception):
     """They cannot be had here; the text says why, as the end of a sentence."""
+
+
+def provide(what: str, find: Callable[[], Path], fetch: Callable[[], Path]) -> int:
+    """Find or fetch, and say where it is or why it is not here; returns 0 either way, since only some tests need it."""
+    try:
+        found = find()
+    except PackagesError:
+        try:
+            found = fetch()
+        except PackagesError as e:
+            print(f"{what} is not here: {e}. The tests on it will be skipped.")
+            return 0
+    print(f"{what}: {found}")
+    return 0
+
+
+@contextlib.contextmanager
+def reason_kept(folder: Path) -> Iterator[None]:
+    """While something is fetched into the folder, which is made: why it failed is kept there for `why_not`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except PackagesError as e:
+        (folder / REASON).write_text(str(e))
+        raise
+    (folder / REASON).unlink(missing_ok=True)
+
+
+def why_not(folder: Path) -> str:
+    """Why there is nothing in the folder, as the end of a sentence."""
+    reason = folder / REASON
+    return reason.read_text() if reason.exists() else "nobody has fetched it; run `make install`"
+
+
+def version_of(program: Path) -> str | None:
+    """What it says of its version; None when it does not run here."""
+    try:
+        done = subprocess.run(
+            [str(program), "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def unpack(packages: Sequence[str], folder: Path) -> Path:

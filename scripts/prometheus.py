@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.debian_packages import PackagesError, unpack
+from scripts.debian_packages import PackagesError, provide, reason_kept, unpack, version_of, why_not
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".cache" / "prometheus"
 VARIABLE = "VLLM_PD_TEST_PROMETHEUS"
-_REASON = "why-not.txt"
 
 
-class NoPrometheusError(Exception):
+class NoPrometheusError(PackagesError):
     """There is no Prometheus; the text says why, as the end of a sentence."""
 
 
@@ -37,7 +35,7 @@ class Programs:
 
     def run(self) -> bool:
         """Whether both start here."""
-        return all(_starts(program) for program in (self.prometheus, self.promtool))
+        return all(version_of(program) is not None for program in (self.prometheus, self.promtool))
 
 
 def find(folder: Path = FOLDER) -> Programs:
@@ -56,8 +54,7 @@ def find(folder: Path = FOLDER) -> Programs:
     for programs in [*candidates, _beside(folder / "root" / "usr" / "bin" / "prometheus")]:
         if programs.run():
             return programs
-    reason = folder / _REASON
-    raise NoPrometheusError(reason.read_text() if reason.exists() else "nobody has fetched it; run `make install`")
+    raise NoPrometheusError(why_not(folder))
 
 
 def fetch(folder: Path = FOLDER) -> Programs:
@@ -66,15 +63,13 @@ def fetch(folder: Path = FOLDER) -> Programs:
     Raises:
         NoPrometheusError: it cannot be done here; the reason is kept for `find`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        programs = _beside(unpack(["prometheus"], folder) / "usr" / "bin" / "prometheus")
+    with reason_kept(folder):
+        try:
+            programs = _beside(unpack(["prometheus"], folder) / "usr" / "bin" / "prometheus")
+        except PackagesError as e:
+            raise NoPrometheusError(str(e)) from None
         if not programs.run():
-            raise PackagesError("the prometheus of this system's packages does not run here")
-    except PackagesError as e:
-        (folder / _REASON).write_text(str(e))
-        raise NoPrometheusError(str(e)) from None
-    (folder / _REASON).unlink(missing_ok=True)
+            raise NoPrometheusError("the prometheus of this system's packages does not run here")
     return programs
 
 
@@ -82,26 +77,9 @@ def _beside(prometheus: Path) -> Programs:
     return Programs(prometheus, prometheus.with_name("promtool"))
 
 
-def _starts(program: Path) -> bool:
-    try:
-        done = subprocess.run([str(program), "--version"], capture_output=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
-
-
 def main(folder: Path = FOLDER) -> int:
-    """Find or fetch; ends with 0 either way, since only some tests need it."""
-    try:
-        programs = find(folder)
-    except NoPrometheusError:
-        try:
-            programs = fetch(folder)
-        except NoPrometheusError as e:
-            print(f"Prometheus is not here: {e}. The tests on it will be skipped.")
-            return 0
-    print(f"Prometheus: {programs.prometheus}")
-    return 0
+    """Find or fetch; ends with 0 either way."""
+    return provide("Prometheus", lambda: find(folder).prometheus, lambda: fetch(folder).prometheus)
 
 
 if __name__ == "__main__":

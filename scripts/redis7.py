@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from scripts.debian_packages import PackagesError, unpack
+from scripts.debian_packages import PackagesError, provide, reason_kept, unpack, version_of, why_not
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".cache" / "redis7"
 OLDEST = 7
 # The program, and the libraries of it that a small system lacks.
 PACKAGES = ("redis-server", "redis-tools", "libjemalloc2", "liblzf1", "libatomic1")
-_REASON = "why-not.txt"
 _WRAPPER = """#!/bin/sh
 here=$(dirname "$0")
 LD_LIBRARY_PATH="$(echo "$here"/root/usr/lib/*-linux-gnu)${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
@@ -31,7 +29,7 @@ exec "$here/root/usr/bin/redis-server" "$@"
 _VERSION = re.compile(r"v=(\d+)\.")
 
 
-class NoRedisError(Exception):
+class NoRedisError(PackagesError):
     """There is no Redis 7; the text says why, as the end of a sentence."""
 
 
@@ -46,18 +44,13 @@ def find(folder: Path = FOLDER) -> Path:
     for binary in [*candidates, folder / "redis-server"]:
         if major_version(binary) >= OLDEST:
             return binary
-    reason = folder / _REASON
-    raise NoRedisError(reason.read_text() if reason.exists() else "nobody has fetched it; run `make install`")
+    raise NoRedisError(why_not(folder))
 
 
 def major_version(binary: Path) -> int:
     """Of a `redis-server`; 0 when it does not run."""
-    try:
-        done = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    found = _VERSION.search(done.stdout)
-    return int(found[1]) if found and done.returncode == 0 else 0
+    found = _VERSION.search(version_of(binary) or "")
+    return int(found[1]) if found else 0
 
 
 def fetch(folder: Path = FOLDER) -> Path:
@@ -66,14 +59,8 @@ def fetch(folder: Path = FOLDER) -> Path:
     Raises:
         NoRedisError: it cannot be done here; the reason is kept for `find`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        binary = _fetch(folder)
-    except NoRedisError as e:
-        (folder / _REASON).write_text(str(e))
-        raise
-    (folder / _REASON).unlink(missing_ok=True)
-    return binary
+    with reason_kept(folder):
+        return _fetch(folder)
 
 
 def _fetch(folder: Path) -> Path:
@@ -92,17 +79,8 @@ def _fetch(folder: Path) -> Path:
 
 
 def main(folder: Path = FOLDER) -> int:
-    """Find or fetch; ends with 0 either way, since only some tests need it."""
-    try:
-        binary = find(folder)
-    except NoRedisError:
-        try:
-            binary = fetch(folder)
-        except NoRedisError as e:
-            print(f"Redis 7 is not here: {e}. The tests on it will be skipped.")
-            return 0
-    print(f"Redis 7: {binary}")
-    return 0
+    """Find or fetch; ends with 0 either way."""
+    return provide("Redis 7", lambda: find(folder), lambda: fetch(folder))
 
 
 if __name__ == "__main__":

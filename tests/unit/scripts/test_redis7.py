@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts import redis7
+from scripts.debian_packages import REASON
 from scripts.redis7 import NoRedisError, fetch, find, major_version
 
 
@@ -59,7 +60,7 @@ def test_what_apt_answers_is_the_reason(path: Path, tmp_path: Path) -> None:
     apt.chmod(0o755)
     with pytest.raises(NoRedisError, match=r"^apt-get failed: Unable to locate package redis-server$"):
         fetch(tmp_path / "cache")
-    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [redis7._REASON]
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [REASON]
 
 
 def test_a_machine_without_it_goes_on(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
