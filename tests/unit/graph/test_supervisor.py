@@ -374,9 +374,9 @@ async def test_a_deaf_process_does_not_outlive_the_end(folder: RunFolder, progra
 
 
 async def test_one_that_is_never_ready_fails_at_its_deadline(folder: RunFolder, programs: Path) -> None:
-    worker = Worker(1, args=("--never-ready",), ready_s=1.0)
+    worker = Worker(1, args=("--never-ready",), ready_s=4.0)
     graph = check(Frontend(port=0).link(worker).graph("g", model="m", restart=RestartRule(tries=0)))
     async with supervised(graph, folder, programs) as supervisor:
         status = await until(supervisor, lambda s: phase(s, "worker-0") is Phase.GIVEN_UP)
-        assert status.instance("worker-0").detail == "was not ready after 1 s"  # type: ignore[union-attr]
+        assert status.instance("worker-0").detail == "was not ready after 4 s"  # type: ignore[union-attr]
         assert status.instance("worker-0").log_end[-1] == "vllm begins"  # type: ignore[union-attr]
