@@ -7,7 +7,6 @@ so that an hour of a cluster costs seconds.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections import deque
@@ -16,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from vllm_pd.block_hash import BlockKey
 from vllm_pd.kv_offload.policies import POLICIES, Lru
 from vllm_pd.sim.blocks import ANONYMOUS, BlockPool, LowerTier
+from vllm_pd.sim.loads import Loads
+from vllm_pd.sim.timetable import Timetable
 from vllm_pd.sim.timing import TimingModel
 from vllm_pd.sim.work import EngineConfig, Outcome, Step, Work
 from vllm_pd.state.block_index import Tier
@@ -37,14 +38,8 @@ class Engine:
         """In order of admission, which is the order of preemption from its end."""
         self._prefilling: dict[Work, None] = {}
         self._decoding: dict[Work, None] = {}
-        self._iteration = 0
-        self._order = itertools.count()
-        self._needs: list[tuple[int, int, int, Work]] = []
-        """(iteration, order, version, work): before which iteration a decoding request needs one more block."""
-        self._ends: list[tuple[int, int, int, Work]] = []
-        self._loads: list[tuple[float, int, Work]] = []
-        self._link_free = 0.0
-        """When the loads from lower tiers that are under way will be done: they share one link."""
+        self._timetable = Timetable(config.block_size)
+        self._loads = Loads()
         self._fetched: list[Work] = []
         self._step: Step | None = None
         self.preemptions = 0
@@ -84,7 +79,7 @@ class Engine:
     @property
     def next_load(self) -> float | None:
         """When the next load ends, while no step is in progress that would notice."""
-        return self._loads[0][0] if self._loads else None
+        return self._loads.next_end
 
     def fits(self, prompt: int, output: int) -> bool:
         """Whether the cache can hold such a request at all; vLLM refuses what its context length cannot."""
@@ -97,7 +92,7 @@ class Engine:
 
     def generated(self, work: Work) -> int:
         """Tokens that a request has so far."""
-        return work.generated + (self._iteration - work.since if work in self._decoding else 0)
+        return work.generated + (self._timetable.iteration - work.since if work in self._decoding else 0)
 
     # Requests in and out.
 
@@ -123,8 +118,7 @@ class Engine:
         if work in self._running:
             self._leave(work)
         elif work.loading:
-            self._loads = [load for load in self._loads if load[2] is not work]
-            heapq.heapify(self._loads)
+            self._loads.drop(work)
         else:
             self._waiting.remove(work)
         self.release(work)
@@ -183,9 +177,9 @@ class Engine:
         step = self._step
         if step is not None:
             self._step = None
-            self._iteration += step.iterations
-            for work in self._due(self._ends):
-                self._settle(work)
+            self._timetable.iteration += step.iterations
+            for work in self._timetable.ending():
+                self._timetable.settle(work)
                 self._finish(work, outcome)
             for work, count in step.prefilled:
                 work.computed += count
@@ -199,10 +193,10 @@ class Engine:
 
     def _grow_decoders(self) -> None:
         """A block for every sequence whose next token begins one; the last admitted give way when there is none."""
-        for work in self._due(self._needs):
-            self._settle(work)
+        for work in self._timetable.needing():
+            self._timetable.settle(work)
             if self._allocate(work, work.tokens):
-                self._schedule_need(work)
+                self._timetable.grows(work)
 
     def _admit(self, now: float, budget: int, prefilled: list[tuple[Work, int]]) -> None:
         """Take requests from the waiting queue, in its order, while budget and blocks last."""
@@ -265,7 +259,7 @@ class Engine:
                 seconds = self.timing.transfer_base + external * self.timing.transfer_token
                 work.blocks += self.pool.allocate(needed)
                 work.computed = work.start = work.tokens - 1
-                self._start_load(work, now + seconds)
+                self._loads.start(work, now + seconds)
             else:
                 self._fetched.append(work)
         elif lower:
@@ -273,8 +267,7 @@ class Engine:
             seconds = size * ((len(lower) - on_ssd) * self.timing.cpu_token + on_ssd * self.timing.ssd_token)
             work.blocks += self.pool.allocate(len(lower))
             work.computed = work.start = len(work.blocks) * size
-            self._link_free = max(self._link_free, now) + seconds
-            self._start_load(work, self._link_free)
+            self._loads.start_on_link(work, now, seconds)
         if not work.generated:
             work.gpu_hits = len(hits)
             work.ssd_hits = lower.count(Tier.SSD)
@@ -284,17 +277,9 @@ class Engine:
             self._write_through(work.keys[: work.computed // size])
         return True
 
-    def _start_load(self, work: Work, until: float) -> None:
-        work.loading = True
-        heapq.heappush(self._loads, (until, next(self._order), work))
-
     def _end_loads(self, now: float) -> None:
         """Requests whose KV has arrived go to the head of the queue."""
-        done: list[Work] = []
-        while self._loads and self._loads[0][0] <= now + 1e-9:
-            done.append(heapq.heappop(self._loads)[2])
-        for work in reversed(done):
-            work.loading = False
+        for work in reversed(self._loads.ended(now)):
             self._name_full(work, work.computed)
             self._waiting.appendleft(work)
             if work.remote:
@@ -343,13 +328,9 @@ class Engine:
 
     def _quiet_iterations(self, now: float, each: float) -> int:
         """How many decode iterations from now are alike: none ends, none needs a block, no load arrives."""
-        until = min(
-            (heap[0][0] for heap in (self._ends, self._needs) if self._drop_stale(heap)), default=self._iteration + 1
-        )
-        quiet = until - self._iteration
-        if self._loads:
-            quiet = min(quiet, math.ceil((self._loads[0][0] - now) / each))
-        return quiet
+        quiet = self._timetable.quiet()
+        next_load = self._loads.next_end
+        return quiet if next_load is None else min(quiet, math.ceil((next_load - now) / each))
 
     # A request's life.
 
@@ -363,24 +344,7 @@ class Engine:
             self._finish(work, outcome)
             return
         self._decoding[work] = None
-        work.since = self._iteration
-        work.ends_at = self._iteration + work.output - work.generated
-        heapq.heappush(self._ends, (work.ends_at, next(self._order), work.version, work))
-        self._schedule_need(work)
-
-    def _schedule_need(self, work: Work) -> None:
-        room = len(work.blocks) * self.config.block_size
-        at = self._iteration + room + 1 - work.tokens
-        if at < work.ends_at:
-            heapq.heappush(self._needs, (at, next(self._order), work.version, work))
-
-    def _settle(self, work: Work) -> None:
-        """Bring the counts of a decoding request up to this iteration."""
-        gained = self._iteration - work.since
-        work.generated += gained
-        work.tokens += gained
-        work.since = self._iteration
-        work.computed = work.tokens - 1
+        self._timetable.decodes(work)
 
     def _finish(self, work: Work, outcome: Outcome) -> None:
         self._name_full(work, work.tokens - 1)
@@ -392,7 +356,7 @@ class Engine:
     def _preempt(self, work: Work) -> None:
         """Give its blocks to others; it is computed again, with what the cache then holds of it."""
         if work in self._decoding:
-            self._settle(work)
+            self._timetable.settle(work)
         self._leave(work)
         self.release(work)
         work.computed = work.start = 0
@@ -406,18 +370,6 @@ class Engine:
         self._running.pop(work, None)
         self._prefilling.pop(work, None)
         self._decoding.pop(work, None)
-
-    def _due(self, heap: list[tuple[int, int, int, Work]]) -> Iterator[Work]:
-        while heap and heap[0][0] <= self._iteration:
-            _, _, version, work = heapq.heappop(heap)
-            if version == work.version:
-                yield work
-
-    @staticmethod
-    def _drop_stale(heap: list[tuple[int, int, int, Work]]) -> bool:
-        while heap and heap[0][2] != heap[0][3].version:
-            heapq.heappop(heap)
-        return bool(heap)
 
     def _take_changes(self) -> Mapping[BlockKey, int]:
         changed: dict[BlockKey, int] = {}
