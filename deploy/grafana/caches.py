@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from deploy.grafana.model import Panel, Query, Row
-from deploy.grafana.promql import FROM_CACHES, OF_WORKERS, POOL, WORKER, by, of_stores, quantile, rate, ratio, troubles
+from deploy.grafana.promql import FROM_CACHES, OF_WORKERS, POOL, WORKER, of_stores, quantile, rate, ratio, troubles
+from deploy.grafana.shapes import counted, of_each_worker, troubled
 
 _SOURCES = "vllm:prompt_tokens_by_source_total"
 _CACHED = "vllm:prompt_tokens_cached_by_source_total"
@@ -40,12 +41,13 @@ CACHES = Row(
             "percentunit",
             high=1.0,
         ),
-        Panel(
+        counted(
             "Cached tokens: foretold and found",
             "What the router counted on, and what the answers said (vLLM's --enable-prompt-tokens-details). Apart: "
             "the index is behind, or prompts are hashed in another way.",
-            (Query(by("source", "vllm_pd_router_cached_tokens_total"), "{{source}}"),),
-            "cps",
+            "source",
+            "vllm_pd_router_cached_tokens_total",
+            unit="cps",
         ),
         Panel(
             "Blocks by tier",
@@ -61,10 +63,10 @@ CACHES = Row(
             ),
             "Bps",
         ),
-        Panel(
+        of_each_worker(
             "CPU tier in use",
             "Part of the host memory tier that holds blocks; a full one is normal.",
-            (Query(f"max by (worker) (vllm:kv_offload_cpu_cache_usage_perc{{{OF_WORKERS}}})", "{{worker}}"),),
+            "vllm:kv_offload_cpu_cache_usage_perc",
             "percentunit",
             high=1.0,
         ),
@@ -96,11 +98,12 @@ CACHES = Row(
                 Query(f"sum by (direction) (vllm_pd_ssd_off{{{OF_WORKERS}}})", "off, {{direction}}"),
             ),
         ),
-        Panel(
+        counted(
             "Load or compute",
             "Blocks found on a tier, by what was done: compute where that was expected to be faster.",
-            (Query(by("tier, decision", "vllm_pd_offload_gate_blocks_total", OF_WORKERS), "{{tier}}, {{decision}}"),),
-            "ops",
+            "tier, decision",
+            "vllm_pd_offload_gate_blocks_total",
+            OF_WORKERS,
         ),
         Panel(
             "Break-even of a load",
@@ -142,10 +145,10 @@ STORE = Row(
             (Query(of_stores(f"{_INDEX}_age_seconds", POOL, "pool"), "{{pool}}"),),
             "s",
         ),
-        Panel(
+        of_each_worker(
             "Delay of the workers",
             "How long a worker's newest changes had waited before the store had them.",
-            (Query(f"max by (worker) (vllm_pd_agent_delay_seconds{{{OF_WORKERS}}})", "{{worker}}"),),
+            "vllm_pd_agent_delay_seconds",
             "s",
         ),
         Panel(
@@ -168,11 +171,11 @@ STORE = Row(
             ),
             "ops",
         ),
-        Panel(
+        troubled(
             "Prompts that are not looked up",
             "By why: such prompts go where the load is low. hash_mismatch is an alert of its own.",
-            (Query(troubles("reason", "vllm_pd_router_unknown_prompts_total"), "{{reason}}"),),
-            "ops",
+            "reason",
+            "vllm_pd_router_unknown_prompts_total",
         ),
     ),
 )

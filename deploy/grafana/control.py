@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from deploy.grafana.model import Panel, Query, Row
-from deploy.grafana.promql import OF_WORKERS, POOL, by, of_stores, quantile, rate
+from deploy.grafana.promql import OF_WORKERS, POOL, of_stores, quantile, rate
+from deploy.grafana.shapes import counted, timed
 
 _ACTIONS = "vllm_pd_planner_actions_total"
 _OURS = 'job=~"router|planner"'
@@ -67,12 +68,13 @@ PLANNER = Row(
             (Query(of_stores("vllm_pd_planner_estimate", POOL, "name"), "{{name}}"),),
             low=None,
         ),
-        Panel(
+        counted(
             "Steps",
             "changes: something was decided. kept: nothing is better. blind: too little is known, so nothing is "
             "touched.",
-            (Query(by("verdict", "vllm_pd_planner_steps_total", POOL), "{{verdict}}"),),
-            "ops",
+            "verdict",
+            "vllm_pd_planner_steps_total",
+            POOL,
         ),
         Panel(
             "Who leads",
@@ -92,19 +94,13 @@ PLANNER = Row(
 ROUTER = Row(
     "The routers themselves",
     (
-        Panel(
+        timed(
             "Own time for a request",
             "From the whole body to the worker, prefill not counted. Above 10 ms: too many requests for one process.",
-            tuple(
-                Query(quantile(q, "vllm_pd_router_proxy_overhead_seconds"), f"p{q * 100:g}") for q in (0.5, 0.95, 0.99)
-            ),
-            "s",
+            "vllm_pd_router_proxy_overhead_seconds",
         ),
-        Panel(
-            "Choice of the workers",
-            "By why a worker was taken.",
-            (Query(by("policy, reason", "vllm_pd_router_decisions_total"), "{{policy}}, {{reason}}"),),
-            "ops",
+        counted(
+            "Choice of the workers", "By why a worker was taken.", "policy, reason", "vllm_pd_router_decisions_total"
         ),
         Panel(
             "Foretold time to the first token",

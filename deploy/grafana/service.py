@@ -16,8 +16,8 @@ from deploy.grafana.promql import (
     rate,
     share,
     total,
-    troubles,
 )
+from deploy.grafana.shapes import counted, timed, troubled
 
 _REQUESTS = "vllm_pd_router_requests_total"
 _REQUEST = "vllm_pd_router_request_seconds"
@@ -25,7 +25,6 @@ _TTFT = "vllm_pd_router_ttft_seconds"
 _ITL = "vllm:inter_token_latency_seconds"
 _SOURCES = "vllm:prompt_tokens_by_source_total"
 _WAITING = of_stores("vllm_pd_router_prefill_queue_tokens", f'{POOL}, state="waiting"', "pool", "stream")
-_QUANTILES = (0.5, 0.95, 0.99)
 
 
 def _number(
@@ -42,10 +41,6 @@ def _number(
 
 def _target(of: str) -> Query:
     return Query(f'max(vllm_pd_planner_target_seconds{{of="{of}"}})', "target", dashed=True)
-
-
-def _quantiles(histogram: str, labels: str = "") -> tuple[Query, ...]:
-    return tuple(Query(quantile(q, histogram, labels), f"p{q * 100:g}") for q in _QUANTILES)
 
 
 OVERVIEW = Row(
@@ -166,18 +161,19 @@ SERVICE = Row(
             "reqps",
             stacked=True,
         ),
-        Panel(
+        timed(
             "Time to the first token",
             "From a request's head to the first byte of its answer, at the router; the dashed line is the planner's "
             "target.",
-            (*_quantiles(_TTFT), _target("ttft")),
-            "s",
+            _TTFT,
+            beside=(_target("ttft"),),
         ),
-        Panel(
+        timed(
             "Time between tokens",
             "On the workers that answer; the dashed line is the planner's target.",
-            (*_quantiles(_ITL, OF_WORKERS), _target("itl")),
-            "s",
+            _ITL,
+            OF_WORKERS,
+            beside=(_target("itl"),),
         ),
         Panel(
             "TTFT p95, split and whole",
@@ -186,12 +182,7 @@ SERVICE = Row(
             (Query(quantile(0.95, _TTFT, per="mode"), "{{mode}}"),),
             "s",
         ),
-        Panel(
-            "Whole requests",
-            "From a request's head to the end of its answer, at the router.",
-            _quantiles(_REQUEST, INFERENCE),
-            "s",
-        ),
+        timed("Whole requests", "From a request's head to the end of its answer, at the router.", _REQUEST, INFERENCE),
         Panel(
             "Tokens",
             "Prompt tokens by where their KV came from (hand-overs count as external_kv_transfer on the decode "
@@ -214,38 +205,35 @@ ERRORS = Row(
             "failing: answered with errors. They get no work until they are well.",
             (Query("max by (trouble) (vllm_pd_router_workers_in_trouble)", "{{trouble}}"),),
         ),
-        Panel(
+        troubled(
             "Sent to another worker",
             "Before the first byte, by what the first worker did. Clients saw nothing of it.",
-            (Query(troubles("reason", "vllm_pd_router_decode_retry_total"), "{{reason}}"),),
-            "ops",
+            "reason",
+            "vllm_pd_router_decode_retry_total",
         ),
-        Panel(
+        troubled(
             "Streams that broke off",
             "continued: another worker went on where it stopped, and the client saw a pause. failed and ended: the "
             "client got an error.",
-            (Query(troubles("outcome", "vllm_pd_router_broken_streams_total"), "{{outcome}}"),),
-            "ops",
+            "outcome",
+            "vllm_pd_router_broken_streams_total",
         ),
-        Panel(
+        troubled(
             "Prefill that failed",
             "Prompts that were then computed where they are answered, by why. Many: prefill workers or the queue are "
             "ill.",
-            (Query(troubles("reason", "vllm_pd_router_prefill_fallback_total"), "{{reason}}"),),
-            "ops",
+            "reason",
+            "vllm_pd_router_prefill_fallback_total",
         ),
-        Panel(
+        troubled(
             "Requests taken from workers",
             "down: the worker gave no sign of life. stuck: it computed nothing. source_down: it reads from a worker "
             "that is down.",
-            (Query(troubles("reason", "vllm_pd_router_legs_ended_total"), "{{reason}}"),),
-            "ops",
+            "reason",
+            "vllm_pd_router_legs_ended_total",
         ),
-        Panel(
-            "Refused",
-            "With --require-prefill: there was nobody to prefill.",
-            (Query(by("reason", "vllm_pd_router_refused_total"), "{{reason}}"),),
-            "ops",
+        counted(
+            "Refused", "With --require-prefill: there was nobody to prefill.", "reason", "vllm_pd_router_refused_total"
         ),
     ),
 )

@@ -13,8 +13,8 @@ from deploy.grafana.promql import (
     of_stores,
     quantile,
     rate,
-    troubles,
 )
+from deploy.grafana.shapes import counted, of_each_worker, timed, troubled
 
 _ROLES = {
     0: ("left out", "red"),
@@ -81,10 +81,10 @@ WORKERS = Row(
                 Query(f"sum(vllm:num_requests_waiting{{{OF_WORKERS}}})", "all waiting"),
             ),
         ),
-        Panel(
+        of_each_worker(
             "KV cache in use",
             "Part of the blocks that requests hold. Near 100% requests wait or are preempted: more decode workers.",
-            (Query(f"max by (worker) (vllm:kv_cache_usage_perc{{{OF_WORKERS}}})", "{{worker}}"),),
+            "vllm:kv_cache_usage_perc",
             "percentunit",
             high=1.0,
         ),
@@ -111,11 +111,12 @@ WORKERS = Row(
             "server.",
             (Query(f"sum by (worker) (vllm_pd_router_inflight_requests{{{WORKER}}})", "{{worker}}"),),
         ),
-        Panel(
+        counted(
             "Preemptions",
             "Requests that lost their KV to others and are computed again: too many answers for the KV cache.",
-            (Query(by("worker", "vllm:num_preemptions_total", OF_WORKERS), "{{worker}}"),),
-            "ops",
+            "worker",
+            "vllm:num_preemptions_total",
+            OF_WORKERS,
         ),
     ),
 )
@@ -137,11 +138,11 @@ QUEUE = Row(
             "Prompts in the queue.",
             (Query(of_stores(f"{_QUEUE}_requests", POOL, "pool", "stream", "state"), "{{state}}, {{stream}}"),),
         ),
-        Panel(
+        counted(
             "Prefill on another worker",
             "By way and end. direct although there is a store: see Sent directly.",
-            (Query(by("way, outcome", "vllm_pd_router_prefill_dispatch_total"), "{{way}}, {{outcome}}"),),
-            "ops",
+            "way, outcome",
+            "vllm_pd_router_prefill_dispatch_total",
         ),
         Panel(
             "Not split",
@@ -152,31 +153,32 @@ QUEUE = Row(
             ),
             "ops",
         ),
-        Panel(
+        troubled(
             "Sent directly",
             "Prompts that did not go through the queue, by why: the store is away or slow, workers that do not claim, "
             "...",
-            (Query(troubles("reason", "vllm_pd_router_prefill_direct_total"), "{{reason}}"),),
-            "ops",
+            "reason",
+            "vllm_pd_router_prefill_direct_total",
         ),
-        Panel(
+        timed(
             "Prefill leg",
             "From handing a prompt over until it was computed, waiting included.",
-            tuple(Query(quantile(q, "vllm_pd_router_prefill_leg_seconds"), f"p{q * 100:g}") for q in (0.5, 0.95, 0.99)),
-            "s",
+            "vllm_pd_router_prefill_leg_seconds",
         ),
-        Panel(
+        counted(
             "Jobs claimed by each worker",
             "Prompts that prefill workers took out of the queue.",
-            (Query(by("worker", "vllm_pd_agent_prefill_claimed_total", OF_WORKERS), "{{worker}}"),),
-            "ops",
+            "worker",
+            "vllm_pd_agent_prefill_claimed_total",
+            OF_WORKERS,
         ),
-        Panel(
+        counted(
             "Ends of claimed jobs",
             "done is well. failed: the engine refused. returned: given back before they began, as when a worker "
             "changes its role. lost: cancelled, or taken by another.",
-            (Query(by("how", "vllm_pd_agent_prefill_ended_total", OF_WORKERS), "{{how}}"),),
-            "ops",
+            "how",
+            "vllm_pd_agent_prefill_ended_total",
+            OF_WORKERS,
         ),
     ),
 )
@@ -184,11 +186,13 @@ QUEUE = Row(
 HANDOVER = Row(
     "Hand-over of KV (NIXL)",
     (
-        Panel(
+        counted(
             "Bytes",
             "KV that decode workers read from prefill workers.",
-            (Query(by("worker", f"{_BYTES}_sum", OF_WORKERS), "{{worker}}"),),
-            "Bps",
+            "worker",
+            f"{_BYTES}_sum",
+            OF_WORKERS,
+            unit="Bps",
         ),
         Panel(
             "Time of a hand-over",
@@ -223,17 +227,17 @@ HANDOVER = Row(
             ),
             "ops",
         ),
-        Panel(
+        troubled(
             "Hand-overs that nobody reads",
             "Released by the router because the request ended before; else their lease ends.",
-            (Query(troubles("outcome", "vllm_pd_router_released_handoffs_total"), "{{outcome}}"),),
-            "ops",
+            "outcome",
+            "vllm_pd_router_released_handoffs_total",
         ),
-        Panel(
+        troubled(
             "Hand-overs given up",
             "Decode legs that ended before their first byte, by whether the decode worker was told.",
-            (Query(troubles("outcome", "vllm_pd_router_given_up_handoffs_total"), "{{outcome}}"),),
-            "ops",
+            "outcome",
+            "vllm_pd_router_given_up_handoffs_total",
         ),
     ),
 )
