@@ -205,10 +205,10 @@ class Agent:
         try:
             if self._spec.is_registrar and time.monotonic() >= self._next_beat:
                 await self._beat(registry)
-            if self._keeper is not None and self._registered and not self._stale:
-                await self._mind_role(self._keeper, registry)
             await self._publish_load(registry)
             self._show_metrics()
+            if self._keeper is not None and self._registered and not self._stale:
+                await self._mind_role(self._keeper, registry)
         except Exception as e:
             # Not only StoreError: an unforeseen error must cost one try, not this worker's registration.
             return self._on_lost(e)
