@@ -88,12 +88,17 @@ def check_shared(needed: int, name: str, shm: Path = SHM) -> None:
         return
     free = space.f_bavail * space.f_frsize
     with contextlib.suppress(OSError):
-        free += (shm / f"vllm_offload_{name}.mmap").stat().st_blocks * 512
+        free += region_path(name, shm).stat().st_blocks * 512
     if needed > free:
         raise SettingsError(
             f"The CPU tier of {_gib(needed)} lies in {shm}, where only {_gib(free)} are free; enlarge that (docker run "
             f"--shm-size, a Kubernetes emptyDir of medium Memory at {shm}, or a remount) or {_LOWER}."
         )
+
+
+def region_path(name: str, shm: Path = SHM) -> Path:
+    """Where vLLM puts the region of the engine `name`."""
+    return shm / f"vllm_offload_{name}.mmap"
 
 
 def remove_stale_regions(shm: Path = SHM, proc: Path = PROC) -> list[Path]:

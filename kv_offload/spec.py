@@ -13,6 +13,7 @@ Options (`kv_connector_extra_config` of the OffloadingConnector):
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -149,7 +150,18 @@ class PDTieringOffloadingSpec(_HostMemoryTier, TieringOffloadingSpec):  # type: 
         """Worker side; see `_HostMemoryTier.get_worker`."""
         if self._dram_worker is None:
             host_memory.remove_stale_regions()
+            logging.getLogger(SharedOffloadRegion.__module__).addFilter(_is_news)
         return super().get_worker(kv_caches)
+
+    def get_manager(self) -> Any:
+        """Scheduler side. There is a scheduler when all workers of this host have the region, and nobody comes later:
+        so it loses its name here, and the memory goes with the last process that has it, even if that is killed."""
+        region = host_memory.region_path(self.config.engine_id)
+        made_by_workers = region.exists()
+        manager = super().get_manager()
+        if made_by_workers:
+            region.unlink(missing_ok=True)
+        return manager
 
     def _make_dram_worker(self, kv_caches: CanonicalKVCaches) -> DramOffloadingWorker:
         region = SharedOffloadRegion(
@@ -165,6 +177,11 @@ class PDTieringOffloadingSpec(_HostMemoryTier, TieringOffloadingSpec):  # type: 
         except Exception:
             region.cleanup()
             raise
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whoever made a region takes its name away at the end, and vLLM shows a traceback where that is gone already."""
+    return not (record.exc_info and isinstance(record.exc_info[1], FileNotFoundError))
 
 
 def _check_cpu_bytes(extra: Any) -> None:

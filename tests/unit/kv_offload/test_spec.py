@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,3 +160,37 @@ def test_a_region_that_shared_memory_cannot_hold_is_refused_before_it_is_made(
     with pytest.raises(SettingsError, match="--shm-size"):
         spec.get_worker(caches([strided(8, PAGE)], [[(0, PAGE)]]))
     assert not list(Path("/dev/shm").glob(f"*{spec.config.engine_id}*"))
+
+
+def test_shared_memory_loses_its_name_when_worker_and_scheduler_have_it(tmp_path: Path) -> None:
+    """So the kernel takes it back when the last of them is gone, also if they are killed."""
+    extra = {"cpu_bytes_to_use": 4 * PAGE, "ssd": {"path": str(tmp_path), "gib": 1, "free_gib": 0, "identity": "m"}}
+    spec = PDTieringOffloadingSpec(offloading_config(extra))
+    region = host_memory.region_path(spec.config.engine_id)
+    tensor = strided(8, PAGE)
+    original = tensor.clone()
+    worker = spec.get_worker(caches([tensor], [[(0, PAGE)]]))
+    try:
+        assert region.exists(), "the scheduler has to find it"
+        manager = spec.get_manager()
+        try:
+            assert not region.exists()
+            request = Request(manager, "a")
+            assert request.store(worker, 1, [10], blocks([2]))
+            tensor.zero_()
+            request.load(worker, 2, [10], blocks([7]))
+            assert torch.equal(tensor[7], original[2])
+        finally:
+            manager.shutdown()
+    finally:
+        worker.shutdown()
+
+
+def test_a_name_that_is_gone_already_is_no_news() -> None:
+    def record(error: OSError | None) -> logging.LogRecord:
+        about = (type(error), error, None) if error is not None else None
+        return logging.LogRecord("vllm", logging.WARNING, "", 0, "Failed to unlink path", (), about)
+
+    assert not spec_module._is_news(record(FileNotFoundError()))
+    assert spec_module._is_news(record(PermissionError()))
+    assert spec_module._is_news(record(None))
