@@ -100,9 +100,11 @@ def serve(
 
 
 def die(server: Server) -> None:
-    """As by `kill -9`. The shared memory that nobody could remove is removed here; a server does so after a while."""
+    """As by `kill -9`. The tier's shared memory goes with it; what else nobody could remove is removed here."""
     server.process.kill()
-    for path in server.process.left_shared_memory():
+    left = server.process.left_shared_memory()
+    assert not [path for path in left if "vllm_offload" in path]
+    for path in left:
         Path(path).unlink()
 
 
