@@ -45,8 +45,8 @@ def setting(
     """Declare a field of a settings dataclass; see `Setting`. A class as `default` is called for each object."""
     metadata = {"setting": Setting(help, env, flag, parse, secret)}
     if isinstance(default, type):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        return dataclasses.field(default_factory=default, metadata=metadata, repr=not secret)
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 class SecretUrl(str):

@@ -136,7 +136,7 @@ async def request_move(
         return Asked(Verdict.UNKNOWN, f"No worker {worker!r} is registered{nearest(worker, known)}.")
     record = state.record
     if epoch is not None and record.epoch != epoch:
-        return Asked(Verdict.UNKNOWN, f"Worker {record.id} has been started anew meanwhile.", record)
+        return Asked(Verdict.UNKNOWN, f"Worker {record.id} has been started anew meanwhile; ask again.", record)
     held = Asked(Verdict.HELD, f"Worker {record.id} is held in its role by hand (`vllm-pd role`).", record)
     if by == PLANNER and is_held(record):
         return held
@@ -160,7 +160,7 @@ async def request_move(
         problem = f"Worker {record.id} was not asked, since another planner leads pool {pool} by now."
         return Asked(Verdict.DEPOSED, problem, record)
     if answer is Wished.OLD:
-        return Asked(Verdict.UNKNOWN, f"Worker {record.id} has been started anew meanwhile.", record)
+        return Asked(Verdict.UNKNOWN, f"Worker {record.id} has been started anew meanwhile; ask again.", record)
     if answer is Wished.LAST:
         kinds = " or ".join(_NAMES[kind] for kind in stays)
         problem = (

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from vllm_pd.errors import SettingsError
+from vllm_pd.planner.actuators.context import ActuatorContext
 from vllm_pd.planner.config import PlannerConfig, Rule
 from vllm_pd.planner.model import Mode
-from vllm_pd.planner.settings import OPTIONS, load, read_settings
+from vllm_pd.planner.settings import OPTIONS, PlannerSettings, load, read_settings
 
 STORE = {"store": "redis://h:1"}
 
@@ -86,3 +87,9 @@ def test_a_file_may_hold_a_section_for_the_planner(tmp_path: Path) -> None:
     assert (settings.ttft, settings.config.worth) == (0.25, 0.1)
     file.write_text("ttft: 0.125\n")
     assert read_settings(STORE, str(file), {}).ttft == 0.125
+
+
+def test_secrets_are_in_no_repr_of_the_settings() -> None:
+    settings = PlannerSettings(webhook_token="a-secret")
+    context = ActuatorContext("redis://:a-secret@h", "n", None, None, 1.0, 1.0, "a-secret")  # type: ignore[arg-type]
+    assert "a-secret" not in f"{settings!r} {context!r}"
