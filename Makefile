@@ -8,8 +8,8 @@ VLLM ?= 0.33.0
 KEEP ?=
 PYTEST_ARGS ?=
 ARGS ?=
-# Tests mostly wait. Real servers are started by one process, one test after another; the rest runs beside.
-PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
+# Tests mostly wait: three processes for two cores. Real servers are started by one of them, one test after another.
+PARALLEL := -n 3 --dist loadscope --no-loadscope-reorder
 
 # Tests start hundreds of processes, which would compile the project's code each time.
 unexport PYTHONDONTWRITEBYTECODE

@@ -18,7 +18,7 @@ SHM_DEADLINE_S = 30.0
 
 
 class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Where tests run in two processes, those of a file stay together, and those on real servers are one group."""
+    """Where tests run in several processes, those of a file stay together, and those on real servers are one group."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
