@@ -60,6 +60,8 @@ class KubernetesWorld:
         self.pool_of: dict[str, PoolSpec] = {}
         """By the name of a workload, where it is not the usual pool."""
         self.deadline_s = deadline_s
+        self.connected = 0
+        """How often an actuator made connections."""
         self._opened: list[KubernetesActuator] = []
         self._pending: list[Object] = []
         server.controllers.on_start = self._pending.append
@@ -74,6 +76,7 @@ class KubernetesWorld:
         settings.retries = None
 
         async def cluster() -> OfficialCluster:
+            self.connected += 1
             selector = selector_for(STORE_NAMESPACE)
             return OfficialCluster(settings, self.server.namespace, selector=selector, deadline_s=self.deadline_s / 2)
 

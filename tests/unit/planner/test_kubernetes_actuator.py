@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +193,15 @@ class TestWhatCanGoWrong:
         outcome = await world.actuator.act(world.pool, AddAction(Role.DECODE, 1, WHY))
         assert not outcome.ok
         assert "credentials" in outcome.detail
+
+    async def test_credentials_that_ran_out_are_read_anew(self, world: KubernetesWorld) -> None:
+        assert await world.actuator.starting(world.pool) == []
+        connected = world.connected
+        world.server.fail("list", "pods", 401)
+        with pytest.raises(ActuatorError, match="credentials"):
+            await world.actuator.starting(world.pool)
+        assert await world.actuator.starting(world.pool) == []
+        assert world.connected == connected + 1
 
     async def test_a_conflict_with_a_change_of_something_else_is_resolved(self, world: KubernetesWorld) -> None:
         touched = 0
@@ -413,6 +423,22 @@ class TestWhatIsStarting:
         world.server.before = rise
         assert (await world.actuator.give_up(world.pool, Role.DECODE, 1)).ok
         assert await world.workers() == before
+
+    @pytest.mark.parametrize("status", [409, 403, 500])
+    async def test_one_that_was_to_be_given_up_and_stayed_is_not_the_first_to_go_later(
+        self, world: KubernetesWorld, status: int
+    ) -> None:
+        await world.hold_starts()
+        assert (await world.actuator.act(world.pool, AddAction(Role.DECODE, 1, WHY))).ok
+        world.server.fail("update", "deployments/scale", status, times=3)
+        with suppress(ActuatorError):
+            assert not (await world.actuator.give_up(world.pool, Role.DECODE, 1)).ok
+        world.server.faults.clear()
+        await world.let_start()
+        chosen = await removal(world)
+        assert (await world.actuator.act(world.pool, chosen)).ok
+        assert chosen.worker not in await world.workers()
+        assert not any(DELETION_COST in pod["metadata"].get("annotations", {}) for pod in world.pods("decode"))
 
     async def test_role_labels_follow_the_workers(self, world: KubernetesWorld) -> None:
         id, _ = await one_of(world, Role.DECODE)

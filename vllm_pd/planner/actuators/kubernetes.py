@@ -22,7 +22,7 @@ from vllm_pd.planner.actuator import Outcome
 from vllm_pd.planner.actuators import kubernetes_model as model
 from vllm_pd.planner.actuators.context import ActuatorContext
 from vllm_pd.planner.actuators.known_start import another_start
-from vllm_pd.planner.actuators.kubernetes_cluster import Cluster, Conflict, Refused, Scale, Unanswered
+from vllm_pd.planner.actuators.kubernetes_cluster import Cluster, Conflict, NotKnown, Refused, Scale, Unanswered
 from vllm_pd.planner.actuators.kubernetes_model import Pod, Seen, Workload
 from vllm_pd.planner.model import Action, AddAction, MoveAction, RemoveAction, StartView
 from vllm_pd.state.base import PoolId, Registry, Role, WorkerRecord
@@ -87,6 +87,9 @@ class KubernetesActuator:
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await self._starting(pool)
+        except NotKnown as e:
+            await self.close()
+            raise ActuatorError(str(e)) from None
         except (Refused, Conflict, Unanswered, SettingsError, StoreError) as e:
             raise ActuatorError(str(e)) from None
         except TimeoutError:
@@ -108,6 +111,10 @@ class KubernetesActuator:
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await work
+        except NotKnown as e:
+            # The next use connects anew, with the credentials that there are then.
+            await self.close()
+            return Outcome(False, str(e))
         except (Refused, Conflict, SettingsError) as e:
             return Outcome(False, str(e))
         except (Unanswered, StoreError) as e:
@@ -168,11 +175,7 @@ class KubernetesActuator:
             raise Refused(f"{action.worker} stays for now: {why}.")
         await self._clear_stale(cluster, workload, pod, seen)
         scale = await cluster.scale(workload)
-        await cluster.mark(
-            pod,
-            labels={model.LEAVING: "true"},
-            annotations={model.DELETION_COST: model.LOWEST_COST},
-        )
+        await self._mark(cluster, pod)
 
         def one_less(replicas: int) -> int:
             if replicas <= workload.least:
@@ -225,14 +228,22 @@ class KubernetesActuator:
             scale = await cluster.scale(workload)
             if scale.replicas != workload.replicas:
                 raise _Changed(workload, workload.replicas, scale.replicas)
-            for pod in pods:
-                # One that comes up in this moment is still the one that goes.
-                await cluster.mark(pod, labels={}, annotations={model.DELETION_COST: model.LOWEST_COST})
+            marked: list[Pod] = []
 
             def fewer(replicas: int, by: int = less) -> int:
                 return replicas - by
 
-            before, after = await self._rescale(cluster, workload, fewer, scale)
+            try:
+                for pod in pods:
+                    # One that comes up in this moment is still the one that goes.
+                    await self._mark(cluster, pod)
+                    marked.append(pod)
+                before, after = await self._rescale(cluster, workload, fewer, scale)
+            except (Refused, Conflict):
+                # They stay, and must not be the first to go later.
+                for pod in marked:
+                    await self._unmark(cluster, pod)
+                raise
             said.append(f"{workload} goes from {before} to {after} replicas.")
             count -= less
         return Outcome(True, " ".join(said) or f"No {role} worker is on its way any more.")
@@ -268,6 +279,12 @@ class KubernetesActuator:
             stale = model.LEAVING in pod.labels and not model.is_on_its_way(pod, workload, seen)
             if stale and pod.uid != chosen.uid:
                 await self._unmark(cluster, pod)
+
+    @staticmethod
+    async def _mark(cluster: Cluster, pod: Pod) -> None:
+        """So that Kubernetes takes it first among those that are as ready as it is."""
+        cost = {model.DELETION_COST: model.LOWEST_COST}
+        await cluster.mark(pod, labels={model.LEAVING: "true"}, annotations=cost)
 
     async def _unmark(self, cluster: Cluster, pod: Pod) -> None:
         try:

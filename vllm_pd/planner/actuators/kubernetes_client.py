@@ -27,7 +27,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from pydantic import ValidationError
 
 from vllm_pd.errors import SettingsError
-from vllm_pd.planner.actuators.kubernetes_cluster import Conflict, Refused, Scale, Unanswered
+from vllm_pd.planner.actuators.kubernetes_cluster import Conflict, NotKnown, Refused, Scale, Unanswered
 from vllm_pd.planner.actuators.kubernetes_model import NAMESPACE, STARTS_AS, Kind, Pod, Seen, Workload
 from vllm_pd.state.base import Role
 
@@ -196,7 +196,7 @@ class OfficialCluster:
                 f"the verb {verb} on {resource}, as deploy/kubernetes does."
             )
         if status == 401:
-            return Refused(
+            return NotKnown(
                 f"The API server does not know who the planner is (401, on {verb} {resource}); renew its credentials."
             )
         if status == 404:

@@ -14,6 +14,10 @@ class Refused(PDError):
     """The API server refused, nothing was changed; the message is a sentence that says what to do."""
 
 
+class NotKnown(Refused):
+    """The API server does not know who asks: credentials have run out, and must be read anew."""
+
+
 class Conflict(PDError):
     """What was to be changed had changed meanwhile; nothing was."""
 
