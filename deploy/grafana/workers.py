@@ -205,16 +205,16 @@ HANDOVER = Row(
             "s",
         ),
         Panel(
-            "Size and speed",
-            "Bytes of one hand-over, and bytes a second while it lasts.",
-            (
-                Query(mean(_BYTES, OF_WORKERS), "bytes"),
-                Query(
-                    f"sum({rate(f'{_BYTES}_sum', OF_WORKERS)}) / sum({rate(f'{_TRANSFER}_sum', OF_WORKERS)})",
-                    "bytes a second",
-                ),
-            ),
+            "Size of a hand-over",
+            "Bytes of one read, in the mean: as long as the prompts, less what the reader had in its own caches.",
+            (Query(mean(_BYTES, OF_WORKERS), "mean"),),
             "bytes",
+        ),
+        Panel(
+            "Speed of a hand-over",
+            "Bytes a second while it lasts.",
+            (Query(f"sum({rate(f'{_BYTES}_sum', OF_WORKERS)}) / sum({rate(f'{_TRANSFER}_sum', OF_WORKERS)})", "mean"),),
+            "Bps",
         ),
         Panel(
             "Failed and expired",

@@ -100,3 +100,9 @@ CASES = {
         {'vllm_pd_planner_actions_total{pool="a", action="give_up", role="decode", outcome="begun"}': "0x19 1x25"}, 2
     ),
 }
+
+MORE = [
+    # A worker with many answers dies: the first that is heard of it is a counter that begins far above 0.
+    ("VllmPdStreamsBreak", Case({'vllm_pd_router_broken_streams_total{outcome="ended"}': "_x20 40x24"}, 2)),
+]
+"""Further ways in which an alert is to fire."""

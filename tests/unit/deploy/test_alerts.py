@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.grafana.promql import INFERENCE
 from scripts.prometheus import Programs
-from tests.unit.deploy.alert_cases import BEGIN, CASES, END, HEALTHY
+from tests.unit.deploy.alert_cases import BEGIN, CASES, END, HEALTHY, MORE
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "prometheus"
@@ -54,11 +55,17 @@ def test_every_alert_fires_at_its_fault_and_no_other_and_none_in_a_healthy_clust
 ) -> None:
     assert set(CASES) == {rule["alert"] for rule in alerts}
     scenes = [scene({}, {1: "", END: ""})]
-    scenes += [scene(case.series, {BEGIN - 1: "", BEGIN + case.minutes: name}) for name, case in CASES.items()]
+    cases = [*CASES.items(), *MORE]
+    scenes += [scene(case.series, {BEGIN - 1: "", BEGIN + case.minutes: name}) for name, case in cases]
     file = tmp_path / "scenes.yml"
     rules = {"rule_files": [str(FOLDER / "alerts.yml")], "evaluation_interval": "1m", "tests": scenes}
     file.write_text(yaml.safe_dump(rules))
     run(programs, "test", "rules", str(file))
+
+
+def test_the_alert_on_errors_is_about_the_requests_that_the_dashboard_shows(alerts: list[dict[str, Any]]) -> None:
+    (errors,) = (rule["expr"] for rule in alerts if rule["alert"] == "VllmPdErrors")
+    assert errors.count(INFERENCE) == 2
 
 
 def test_every_alert_says_what_happened_and_where_to_read_on(alerts: list[dict[str, Any]]) -> None:
