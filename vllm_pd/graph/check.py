@@ -13,7 +13,7 @@ from vllm_pd.errors import SettingsError
 from vllm_pd.graph import check_settings, program_args
 from vllm_pd.graph.model import Component, Decode, Frontend, Graph, Kind, Prefill, Store, Workers
 from vllm_pd.graph.processes import NAMESPACE_VARIABLE, STORE_VARIABLE
-from vllm_pd.graph.runs import CONTROL_VARIABLE, RUN_VARIABLE
+from vllm_pd.graph.runs import CONTROL_VARIABLE, PLANS_VARIABLE, RUN_VARIABLE
 from vllm_pd.layered import nearest
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -21,6 +21,7 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _GIVEN_VARIABLES = {
     RUN_VARIABLE: "the supervisor",
     CONTROL_VARIABLE: "the supervisor",
+    PLANS_VARIABLE: "the links of the planner",
     STORE_VARIABLE: "the store component",
     NAMESPACE_VARIABLE: "namespace of the graph",
 }

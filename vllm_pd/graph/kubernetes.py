@@ -24,7 +24,7 @@ from vllm_pd.graph.model import Component, Frontend, Graph, Planner, Store, Work
 from vllm_pd.graph.ports import LOOPBACK
 from vllm_pd.layered import redact
 from vllm_pd.planner.actuators import kubernetes_model as labels
-from vllm_pd.planner.config import Mode
+from vllm_pd.planner.model import Mode
 
 ANY = "0.0.0.0"
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
@@ -248,6 +248,8 @@ def _workers(graph: Graph, workers: Workers, store: Store, options: KubernetesOp
     if options.tolerations:
         pod["tolerations"] = [dict(each) for each in options.tolerations]
     role = str(workers.role)
+    # One that a planner of the graph is not linked to is scaled by people.
+    held = {} if workers in graph.planned else {labels.HOLD: "true"}
     out = [
         parts.deployment(
             graph,
@@ -264,6 +266,7 @@ def _workers(graph: Graph, workers: Workers, store: Store, options: KubernetesOp
                 labels.MODEL: graph.model_of(workers),
                 labels.MIN: str(workers.limits.min),
                 labels.MAX: str(workers.limits.max),
+                **held,
             },
         ),
         parts.disruption_budget(graph, workers),
@@ -400,7 +403,7 @@ def _planner(graph: Graph, planner: Planner, store: Store, options: KubernetesOp
 
 def rules(graph: Graph, *, scales: bool) -> list[dict[str, Any]]:
     """What the planner may do: see workloads and pods, label pods, and scale this graph's workloads if it is to."""
-    names = [parts.name_of(graph, workers) for workers in graph.workers]
+    names = [parts.name_of(graph, workers) for workers in graph.planned]
     scale = {
         "apiGroups": ["apps"],
         "resources": ["deployments/scale"],

@@ -298,6 +298,12 @@ class Graph:
         """The components that are workers, of whatever kind."""
         return tuple(c for c in self.components if isinstance(c, Workers))
 
+    @property
+    def planned(self) -> tuple[Workers, ...]:
+        """The components whose workers the planner may start and end: those that it is linked to, or else all."""
+        linked = self.targets(self.planner.label) if self.planner is not None else ()
+        return tuple(c for c in linked if isinstance(c, Workers)) or self.workers
+
     def model_of(self, workers: Workers) -> str:
         """The model that these workers serve."""
         return workers.model or self.model

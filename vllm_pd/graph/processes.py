@@ -16,7 +16,7 @@ from vllm_pd.graph.commands import EngineSpec, RouterSpec, WorkerSpec
 from vllm_pd.graph.machine import Machine, Place, free_place
 from vllm_pd.graph.model import Component, Frontend, Graph, Planner, Router, Store, Workers
 from vllm_pd.graph.ports import LOOPBACK
-from vllm_pd.graph.runs import CONTROL_VARIABLE, RUN_VARIABLE
+from vllm_pd.graph.runs import CONTROL_VARIABLE, PLANS_VARIABLE, RUN_VARIABLE
 from vllm_pd.layered import redact
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.serve_flags import DRAIN_S
@@ -278,6 +278,7 @@ def _planner(graph: Graph, planner: Planner, around: Surroundings, env: dict[str
     args = ["planner", "run", *told.args, *planner.args]
     if not program_args.value_of(args, "--actuator"):
         args += ["--actuator", "processes"]
+    planned = ",".join(workers.label for workers in graph.planned)
     own = check_settings.planner_told(planner)
     host = LOOPBACK if own.metrics_host in ("0.0.0.0", "::", "localhost") else own.metrics_host
     answers = f"http://{f'[{host}]' if ':' in host else host}:{own.metrics_port}/metrics" if own.metrics_port else ""
@@ -285,7 +286,7 @@ def _planner(graph: Graph, planner: Planner, around: Surroundings, env: dict[str
         instance_name(planner, 0),
         planner.label,
         (str(around.programs / "vllm-pd"), *args),
-        {**commands.clean_env(around.environ), **told.env, **env},
+        {**commands.clean_env(around.environ), **told.env, **env, PLANS_VARIABLE: planned},
         ready=answers,
         alive=answers,
         url="",

@@ -29,6 +29,8 @@ RUN_VARIABLE = "PD_GRAPH_RUN"
 """Marks every process of a run, so that what is left of it can be found whatever became of who started it."""
 CONTROL_VARIABLE = "PD_GRAPH_CONTROL"
 """Where the processes of a run find its supervisor: the folder of the run."""
+PLANS_VARIABLE = "PD_GRAPH_PLANS"
+"""Which components the planner of a run may start and end workers of: names, with commas between."""
 FOLDER_VARIABLE = "VLLM_PD_RUN_DIR"
 LOCK_WAIT_S = 2.0
 """For whoever means to keep the lock."""

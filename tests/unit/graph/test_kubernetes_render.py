@@ -129,6 +129,16 @@ def test_a_planner_that_only_moves_roles_may_scale_nothing() -> None:
     assert [rule["resourceNames"] for rule in scaling] == [["pd-decode", "pd-prefill"]]
 
 
+def test_a_planner_scales_only_what_it_is_linked_to() -> None:
+    data = yaml.safe_load((DEPLOY / "graph.yaml").read_text())
+    data["components"]["planner"]["links"] = ["decode"]
+    manifests = render(check(read.from_mapping(data, "graph")))
+    (scale,) = (r for r in of(manifests, "Role", "pd-planner")["rules"] if r["resources"] == ["deployments/scale"])
+    assert scale["resourceNames"] == ["pd-decode"]
+    assert "vllm-pd/hold" not in of(manifests, "Deployment", "pd-decode")["metadata"]["annotations"]
+    assert of(manifests, "Deployment", "pd-prefill")["metadata"]["annotations"]["vllm-pd/hold"] == "true"
+
+
 def test_a_planner_that_would_start_processes_is_refused() -> None:
     with pytest.raises(SettingsError, match="the actuator processes, which starts workers on one machine"):
         planner_of({"mode": "scale", "actuators": ["processes"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from vllm_pd.errors import GraphError
 from vllm_pd.graph import processes
 from vllm_pd.graph.check import check
 from vllm_pd.graph.machine import Machine, Place, computes_bfloat16, even_place, free_place
-from vllm_pd.graph.model import Decode, Frontend, Graph, Planner, Prefill, Router, Store, Worker
+from vllm_pd.graph.model import Decode, Frontend, Graph, Link, Planner, Prefill, Router, Store, Worker
 from vllm_pd.graph.processes import Launch, Spot, Surroundings
 
 STORE = "redis://:hunter2@10.0.0.2:6379"
@@ -150,6 +151,13 @@ def test_a_planner_is_asked_where_its_metrics_are(host: str, asked: str) -> None
     graph = Frontend().link(Router()).link(Worker()).beside(planner).graph("g", model="m")
     assert launched(graph, "planner").ready == f"http://{asked}:9100/metrics"
     assert launched(whole(), "planner").ready == ""
+
+
+def test_a_planner_is_told_which_workers_it_may_start_and_end() -> None:
+    graph = whole()
+    assert launched(graph, "planner").env["PD_GRAPH_PLANS"] == "decode,prefill"
+    linked = dataclasses.replace(graph, links=(*graph.links, Link("planner", "decode")))
+    assert launched(linked, "planner").env["PD_GRAPH_PLANS"] == "decode"
 
 
 def test_a_frontend_without_a_router_balances_by_load() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.actuator import DEADLINE_S, ActuatorConformance
+from tests.conformance.actuator import DEADLINE_S, WHY, ActuatorConformance
 from tests.conformance.registry import POOL
 from tests.unit.graph.programs import write_programs
 from vllm_pd.errors import SettingsError
@@ -25,6 +25,7 @@ from vllm_pd.graph.supervisor import Supervisor
 from vllm_pd.planner.actuators.choose import open_actuator
 from vllm_pd.planner.actuators.context import ActuatorContext
 from vllm_pd.planner.actuators.processes import ProcessesActuator
+from vllm_pd.planner.model import AddAction, RemoveAction
 from vllm_pd.state.base import Epoch, PoolId, Role, WorkerId, WorkerRecord
 from vllm_pd.state.memory_registry import MemoryRegistry
 from vllm_pd.state.memory_roles import MemoryRoles
@@ -115,6 +116,17 @@ async def world(tmp_path: Path) -> AsyncIterator[SupervisedWorld]:
 
 class TestProcesses(ActuatorConformance):
     pass
+
+
+async def test_a_planner_starts_and_ends_only_workers_of_what_it_is_linked_to(world: SupervisedWorld) -> None:
+    actuator = ProcessesActuator(world.folder, world.registry, deadline_s=DEADLINE_S, planned=("decode",))
+    refused = await actuator.act(world.pool, AddAction(Role.PREFILL, 1, WHY))
+    assert not refused.ok and "has no component of prefill workers that its planner may add to" in refused.detail
+    of = {role: (id, epoch) for id, (epoch, role) in (await world.workers()).items()}
+    refused = await actuator.act(world.pool, RemoveAction(*of[Role.PREFILL], WHY))
+    assert not refused.ok and "is of prefill, which the planner of the graph is not linked to" in refused.detail
+    assert (await actuator.act(world.pool, RemoveAction(*of[Role.DECODE], WHY))).ok
+    assert await world.asked_for(Role.PREFILL) == 2
 
 
 async def test_a_planner_of_a_graph_knows_its_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

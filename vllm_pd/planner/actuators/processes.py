@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from vllm_pd.errors import ActuatorError, GraphError, SettingsError, StoreError
@@ -30,14 +30,18 @@ class ProcessesActuator:
         folder: of the graph's run.
         registry: where the workers of a pool are found. Stays open.
         deadline_s: of one call, seconds.
+        planned: names of the components whose workers it may start and end; empty for all.
     """
 
     name = "processes"
 
-    def __init__(self, folder: RunFolder, registry: Registry, *, deadline_s: float = 30.0) -> None:
+    def __init__(
+        self, folder: RunFolder, registry: Registry, *, deadline_s: float = 30.0, planned: Collection[str] = ()
+    ) -> None:
         self._folder = folder
         self._registry = registry
         self._deadline_s = deadline_s
+        self._planned = frozenset(planned)
 
     def can(self, action: Action) -> bool:
         return isinstance(action, AddAction | RemoveAction)
@@ -47,11 +51,18 @@ class ProcessesActuator:
             case AddAction():
                 components = await self._components(pool, action.role)
                 if not components:
-                    return Outcome(False, f"The graph {self._folder.graph} has no component of {action.role} workers.")
-                return await self._do(Add(components[0].name, action.count))
+                    return Outcome(
+                        False,
+                        f"The graph {self._folder.graph} has no component of {action.role} workers that its planner "
+                        "may add to.",
+                    )
+                # Where there are several, one that has room; where none has, the answer says so.
+                fitting = [c for c in components if c.wanted + action.count <= c.max]
+                return await self._do(Add((fitting or components)[0].name, action.count))
             case RemoveAction():
-                refused = await another_start(self._registry, pool, action)
-                return refused or await self._do(Remove(action.worker))
+                if (refused := await another_start(self._registry, pool, action)) is not None:
+                    return refused
+                return await self._remove(action)
             case MoveAction():
                 return Outcome(False, "A supervisor starts and ends workers; roles are moved by the actuator roles.")
 
@@ -79,12 +90,19 @@ class ProcessesActuator:
     async def close(self) -> None:
         """Every question is a connection of its own: nothing is held."""
 
+    async def _remove(self, action: RemoveAction) -> Outcome:
+        status = await self._status()
+        owner = next((i.component for i in status.instances if i.url.partition("://")[2] == action.worker), "")
+        if owner and not self._may(owner):
+            return Outcome(False, f"{action.worker} is of {owner}, which the planner of the graph is not linked to.")
+        return await self._do(Remove(action.worker))
+
     async def _components(self, pool: PoolId, role: Role) -> list[ComponentStatus]:
         return [c for c in await self._of_pool(pool, await self._status()) if _ROLES[c.kind] is role]
 
     async def _of_pool(self, pool: PoolId, status: GraphStatus) -> list[ComponentStatus]:
         """The components of the pool's workers: those of a model that some worker of the pool was started with."""
-        workers = [c for c in status.components if c.kind in _ROLES]
+        workers = [c for c in status.components if c.kind in _ROLES and self._may(c.name)]
         if len({c.model for c in workers}) <= 1:
             return workers
         try:
@@ -94,6 +112,9 @@ class ProcessesActuator:
         ids = {str(w.record.id) for w in snapshot.workers if w.record.pool.id == pool}
         models = {c.model for c in workers if any(i.url.partition("://")[2] in ids for i in _members(status, c))}
         return [c for c in workers if c.model in models]
+
+    def _may(self, component: str) -> bool:
+        return not self._planned or component in self._planned
 
     async def _status(self) -> GraphStatus:
         reply = await self._ask(AskStatus())
@@ -119,7 +140,14 @@ def open_actuator(argument: str, context: ActuatorContext) -> ProcessesActuator:
     Raises:
         SettingsError: none, or several are.
     """
-    return ProcessesActuator(_folder(argument), context.registry, deadline_s=context.deadline_s)
+    # Of another graph than its own it may start and end all.
+    planned = "" if argument else os.environ.get(runs.PLANS_VARIABLE, "")
+    return ProcessesActuator(
+        _folder(argument),
+        context.registry,
+        deadline_s=context.deadline_s,
+        planned=[name for name in planned.split(",") if name],
+    )
 
 
 def _folder(graph: str) -> RunFolder:
