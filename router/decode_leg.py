@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
@@ -298,7 +299,7 @@ class DecodeLeg:
             demand, workers, split=False, exclude=tried
         )
 
-    def _workers(self, call: Call) -> list[Worker]:
+    def _workers(self, call: Call) -> Sequence[Worker]:
         """Who may serve the request by now: some have got into trouble since it came, others have joined."""
         pools = {worker.pool for worker in call.workers}
         now = [worker for worker in self._directory.serving(call.demand.model) or () if worker.pool in pools]
@@ -369,6 +370,9 @@ class DecodeLeg:
         attempt.first_byte()
         if attempt.remote:
             self._metrics.split.inc()
+        elif call.prefilled_on is not None:
+            own = call.prefilled_on == attempt.worker.id
+            (self._metrics.unread_own if own else self._metrics.unread_lost).inc()
         if not call.demand.silent:
             self._metrics.ttft_error.observe(now - call.decided - call.ttft)
         if not attempt.remote:

@@ -125,6 +125,14 @@ class RouterMetrics:
             ["reason"],
             registry=self.registry,
         )
+        unread = Counter(
+            f"{_PREFIX}_unread_handoffs_total",
+            "Requests that were sent whole although another leg had computed their prompts: to the worker that did it "
+            "(own_blocks), or because a decode worker before may have read the blocks (perhaps_read).",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.unread_own, self.unread_lost = unread.labels("own_blocks"), unread.labels("perhaps_read")
         self.decode_retries = Counter(
             f"{_PREFIX}_decode_retry_total",
             "Requests sent to another worker before the first byte, by reason.",

@@ -151,6 +151,7 @@ async def test_blocks_that_another_decode_worker_may_have_read_or_given_up_are_n
     assert len(prefill.posts) == 1
     assert "kv_transfer_params" in first.posts[0].json
     assert second.posts[0].raw == BODY
+    assert cluster.metric("unread_handoffs_total", reason="perhaps_read") == 1
 
 
 async def test_decode_worker_that_refuses_is_replaced(start_cluster: StartCluster, start_worker: StartWorker) -> None:
@@ -248,6 +249,8 @@ async def test_prefiller_that_can_decode_finishes_alone_when_the_decode_worker_d
     assert [seen.json.get("max_tokens") for seen in both.posts] == [1, 20]
     # It has the blocks itself and must not be told to read them from itself.
     assert both.posts[1].raw == BODY
+    assert cluster.metric("unread_handoffs_total", reason="own_blocks") == 1
+    assert cluster.metric("split_total") == 0
 
 
 async def test_silent_decode_worker_ends_in_504_naming_it(
