@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import UNSET
@@ -62,7 +63,7 @@ class Call:
     request: ClientRequest
     reply: ClientReply
     body: bytes
-    workers: list[Worker]
+    workers: Sequence[Worker]
     demand: Demand
     request_id: str | None
     """For `X-Request-Id` where the client named none; None when the client named one, in a header or in the body."""

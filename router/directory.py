@@ -64,6 +64,9 @@ class Directory:
         self._departed: dict[WorkerId, tuple[Worker, float]] = {}
         """Workers that decode and are gone from the store, each with the time when that was seen."""
         self._learners: dict[PoolId, RateLearner] = {}
+        self._serving: dict[str | None, Sequence[Worker]] = {}
+        """Model -> what `serving` has found, as long as nothing changes. Only while none of them is in trouble: such
+        answers depend on the time."""
 
     # What requests read.
 
@@ -86,21 +89,31 @@ class Directory:
         """Every name some worker answers to, sorted."""
         return sorted({name for worker in self._workers.values() for name in worker.record.models})
 
-    def serving(self, model: str | None) -> list[Worker] | None:
+    def serving(self, model: str | None) -> Sequence[Worker] | None:
         """The workers that may get a request for `model`, or None if it is unknown here.
 
         Those that name the model get it. With one pool everything else goes there too: adapters loaded at run time are
         known to its workers only. Workers in trouble and departed ones are a last resort.
         """
+        known = self._serving.get(model)
+        if known is not None:
+            return known
         one_pool = len(self._pools) <= 1
         found = [worker for worker in self._workers.values() if model in worker.record.models]
+        is_named = bool(found)
         if one_pool and not any(worker.role.decodes for worker in found):
             found = list(self._workers.values())
         if self._departed and not any(worker.role.decodes for worker in found):
             everybody = [*self._workers.values(), *(worker for worker, _ in self._departed.values())]
             one_pool = len({worker.pool for worker in everybody}) <= 1
             found = [worker for worker in everybody if one_pool or model in worker.record.models]
-        return self._usable(found) if found or one_pool else None
+        if not found and not one_pool:
+            return None
+        usable = self._usable(found)
+        # Clients can think of names without end.
+        if is_named and all(worker.breaker is CLOSED for worker in found):
+            self._serving[model] = usable
+        return usable
 
     def _usable(self, workers: Iterable[Worker]) -> list[Worker]:
         """Without those in trouble, unless then nothing could decode: a failed attempt beats a refusal on suspicion.
@@ -177,6 +190,7 @@ class Directory:
     def note_failure(self, worker: Worker, cause: str) -> None:
         """`worker` took no connection. One that had left is forgotten."""
         if self._departed.pop(worker.id, None) is not None:
+            self._serving.clear()
             _log.info("worker %s had left, and takes no connections: %s", worker.id, cause)
             return
         self._set(worker, worker.breaker.refused(self._clock(), cause))
@@ -200,6 +214,7 @@ class Directory:
     def _set(self, worker: Worker, breaker: Breaker) -> None:
         before = worker.breaker
         worker.breaker = breaker
+        self._serving.clear()
         if breaker.circuit is before.circuit:
             return
         if breaker.circuit is Circuit.OPEN:
@@ -281,6 +296,7 @@ class Directory:
         return self._learners.setdefault(pool, RateLearner())
 
     def _index(self) -> None:
+        self._serving.clear()
         pools: defaultdict[PoolId, list[Worker]] = defaultdict(list)
         for key in sorted(self._workers):
             pools[self._workers[key].pool].append(self._workers[key])

@@ -264,6 +264,19 @@ def test_with_several_pools_only_workers_of_the_model_get_it(directory: Director
     assert directory.models == ["m", "other"]
 
 
+def test_who_serves_a_model_is_found_out_once_until_something_changes(directory: Directory) -> None:
+    directory.replace(Source.STORE, [state("a"), state("b")])
+    found = directory.serving("m")
+    assert directory.serving("m") is found
+    directory.note_answer(only_named(directory, "a"), 200, [])
+    assert directory.serving("m") is found
+    directory.replace(Source.STORE, [state("a"), state("b"), state("c")])
+    assert len(directory.serving("m") or []) == 3
+    directory.note_answer(only_named(directory, "a"), 500, [])
+    assert directory.serving("m") is not directory.serving("m"), "what depends on the time is looked at each time"
+    assert directory.serving("no model") is not directory.serving("no model"), "names of clients are not kept"
+
+
 def test_what_is_missing_is_named(directory: Directory) -> None:
     assert "store does not answer" in directory.missing()
     directory.store_up()
