@@ -208,13 +208,24 @@ def _down(args: argparse.Namespace) -> int:
     is_clean = True
     with Interrupts() as interrupts:
         for folder in folders:
-            if folder.is_locked():
-                is_clean &= up_command.end(folder, interrupts, now=args.now)
-            elif launcher.clean(folder):
-                print(f"{folder.graph}: what its killed supervisor left was ended.")
-            else:
-                print(f"{folder.graph}: its supervisor was killed, and nothing was left.")
+            try:
+                is_clean &= _end(folder, interrupts, now=args.now)
+            except GraphError as e:
+                # The others are to be ended all the same.
+                print(e, file=sys.stderr)
+                is_clean = False
     return 0 if is_clean else 1
+
+
+def _end(folder: RunFolder, interrupts: Interrupts, *, now: bool) -> bool:
+    """Returns whether nothing was left. Raises GraphError when it does not end."""
+    if folder.is_locked():
+        return up_command.end(folder, interrupts, now=now)
+    if launcher.clean(folder):
+        print(f"{folder.graph}: what its killed supervisor left was ended.")
+    else:
+        print(f"{folder.graph}: its supervisor was killed, and nothing was left.")
+    return True
 
 
 def _find(graph: str | None, *, has_logs: bool = False) -> RunFolder:

@@ -161,7 +161,10 @@ def _render(graph: Graph, output: Path | None) -> int:
     if output is None:
         print(text, end="")
     else:
-        output.write_text(text, encoding="utf-8")
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as e:
+            raise GraphError(f"{output} cannot be written ({e.strerror}); choose another --output.") from None
     return 0
 
 

@@ -328,6 +328,33 @@ def test_a_check_starts_nothing_and_shows_what_would_be(
     assert "worker-0 needs the program" in capsys.readouterr().err
 
 
+def test_of_several_graphs_one_that_does_not_end_keeps_the_others_from_nothing(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        runs.write_record(runs.folder_of(name, os.environ).make(), Record("0123", runs.boot_id()))
+
+    def hangs(folder: RunFolder) -> bool:
+        if folder.graph == "a":
+            raise GraphError("Of the graph a the processes 7 do not end; they hang in the kernel.")
+        return True
+
+    monkeypatch.setattr(launcher, "clean", hangs)
+    assert main(["down", "--all"]) == 1
+    shown = capsys.readouterr()
+    assert "they hang in the kernel" in shown.err
+    assert "b: what its killed supervisor left was ended" in shown.out
+
+
+def test_manifests_that_cannot_be_written_are_an_error_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Path(__file__).parents[3] / "configs" / "agg.yaml"
+    target = str(tmp_path / "no" / "cluster.yaml")
+    assert main(["up", str(config), "--render", "kubernetes", "--output", target]) == 1
+    assert f"{target} cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
 def test_a_folder_that_others_may_enter_is_made_private(tmp_path: Path) -> None:
     (tmp_path / "g").mkdir(mode=0o755)
     folder = RunFolder(tmp_path / "g").make()
