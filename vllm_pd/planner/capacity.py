@@ -58,6 +58,9 @@ class Speed:
     kv_tokens: int | None = None
     held_tokens: float | None = None
     """KV tokens that a sequence holds; None: as many as it is long."""
+    prefill_factor: float = 1.0
+    """By how much more work there is than the rates say, as measured."""
+    decode_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ def prefill_side(demand: Demand, speed: Speed, config: PlannerConfig, most: int,
     fixed = rates.prefill_base
     service = fixed + variable
     per_token = service / new if new > 0 else rates.prefill_token
-    flow = arrivals * service
+    flow = arrivals * service * speed.prefill_factor
     load = flow + min(backlog_tokens * per_token / _WORKED_OFF_S, _MOST_BACKLOG * flow)
     before = fixed + rates.transfer_base
     floor = before + variable
@@ -132,41 +135,40 @@ def _in_time(waits: float, leaves: float, mean: float, left: float) -> float:
 
 
 def decode_side(demand: Demand, speed: Speed, config: PlannerConfig, most: int) -> Side:
-    """For decode workers."""
+    """For decode workers. A request finds the streams that are there and adds itself, and where short answers go with
+    long prompts it is larger than the usual stream."""
     step = speed.step
-    held = speed.held_tokens
-    if held is None:
-        tokens = demand.prompt_tokens + demand.output_tokens / 2
-        held = tokens / demand.arrivals if demand.arrivals > 0 else 0.0
+    arrivals = demand.arrivals
+    own = (demand.prompt_tokens + demand.output_tokens / 2) / arrivals if arrivals > 0 else 0.0
+    held = speed.held_tokens if speed.held_tokens is not None else own
+    larger = max(0.0, own - held)
     each = step.sequence + held / 1000 * step.kv_kilotoken
-    floor = step.base + each
-    reachable = config.itl_s > floor
-    target = config.itl_s if reachable else _REACHABLE * floor
+    alone = step.base + step.sequence + max(held, own) / 1000 * step.kv_kilotoken
+    reachable = config.itl_s > alone
+    target = config.itl_s if reachable else _REACHABLE * alone
+    # Streams at once of which one is the request that is judged.
     room = math.inf
     if speed.kv_tokens and held > 0:
-        room = max(1.0, _FULL * speed.kv_tokens / held)
-    limit = min(room, (target - step.base) / each if each > 0 else math.inf)
+        room = max(1.0, (_FULL * speed.kv_tokens - larger) / held)
+    left = target - step.base - larger / 1000 * step.kv_kilotoken
+    limit = min(room, left / each if each > 0 else math.inf)
     if not math.isfinite(limit):
         limit = 1e6
-    # Streams at once when every worker has the most it may have.
-    load = demand.output_tokens * target_step(step, each, limit) / max(limit, 1.0)
+    tokens = demand.output_tokens * speed.decode_factor
+    load = tokens * (step.base + each * limit) / max(limit, 1.0)
+    grain = max(1.0, own / held) if held > 0 else 1.0
     ok = [0.0]
     for workers in range(1, most + 1):
-        here = demand.output_tokens / workers
+        here = tokens / workers
         busy = here * each
         if busy >= 1.0:
             ok.append(0.0)
             continue
         streams = here * step.base / (1.0 - busy)
         # Routers even out what chance gives one worker more than the next; what it gives to all of them is left.
-        spread = math.sqrt(max(streams, 1.0) * (1.0 / workers + _UNEVEN))
-        ok.append(max(ok[-1], _normal((limit - streams) / spread)))
-    return Side(load, tuple(ok), _normal(limit - 1.0), floor, target, reachable, limit)
-
-
-def target_step(step: StepLaw, each: float, sequences: float) -> float:
-    """Seconds of a step with so many sequences that each add `each`."""
-    return step.base + each * sequences
+        spread = math.sqrt(max(streams, 1.0) * grain * (1.0 / workers + _UNEVEN))
+        ok.append(max(ok[-1], _normal((limit - 1.0 - streams) / spread)))
+    return Side(load, tuple(ok), _normal(limit - 1.0), alone, target, reachable, limit)
 
 
 def _normal(x: float) -> float:

@@ -14,6 +14,9 @@ from vllm_pd.planner.sight import Sight
 from vllm_pd.planner.target import Need, Outlook, Split
 from vllm_pd.state.base import Role
 
+_WORTH_SAYING = 0.05
+"""A correction of the model from which on it is told."""
+
 
 def seen(view: PoolView, config: PlannerConfig) -> list[str]:
     """What the last span of time brought."""
@@ -30,6 +33,9 @@ def seen(view: PoolView, config: PlannerConfig) -> list[str]:
             + (f"; answers had {traffic.mean_output:.0f} tokens." if traffic.mean_output is not None else ".")
         ]
     parts = [_latency("TTFT", traffic.ttft, config.ttft_s), _latency("ITL", traffic.itl, config.itl_s)]
+    answers = traffic.answer_itl
+    if answers is not None and answers.count:
+        parts.append(f"{answers.within:.0%} of the answers that ended were within it on average")
     if any(parts):
         said.append("; ".join(part for part in parts if part) + ".")
     if view.queue is not None and view.queue.requests:
@@ -58,6 +64,10 @@ def able(speed: Speed, soon: Outlook, config: PlannerConfig) -> list[str]:
         f"A prefill worker computes {prefill.per_worker:.0f} tokens a second; a decode worker keeps up with "
         f"{decode.per_worker:.0f} requests at once."
     ]
+    for what, factor in (("prefill", speed.prefill_factor), ("decode", speed.decode_factor)):
+        if abs(factor - 1.0) >= _WORTH_SAYING:
+            off = f"{abs(factor - 1.0):.0%} {'more' if factor > 1 else 'less'}"
+            said.append(f"By how many met their targets lately there is {off} to {what} than the rates say.")
     if not prefill.reachable:
         said.append(
             f"The TTFT target of {duration(config.ttft_s)} is out of reach for any number of workers: a usual prompt "
@@ -153,7 +163,7 @@ def verdict(actions: Sequence[Action], now: Split, soon: Outlook, sight: Sight, 
     return f"{', '.join(said)}: {why}."
 
 
-def numbers(demand: Demand, soon: Outlook, sight: Sight) -> dict[str, float]:
+def numbers(demand: Demand, soon: Outlook, pace: Speed, sight: Sight) -> dict[str, float]:
     """The figures that entered, with their units in the names."""
     found = {
         "arrivals_per_s": demand.arrivals,
@@ -161,6 +171,8 @@ def numbers(demand: Demand, soon: Outlook, sight: Sight) -> dict[str, float]:
         "output_tokens_per_s": demand.output_tokens,
         "prefill_load_workers": soon.prefill.load,
         "decode_load_workers": soon.decode.load,
+        "prefill_factor": pace.prefill_factor,
+        "decode_factor": pace.decode_factor,
         "prefill_workers": float(len(sight.prefill)),
         "decode_workers": float(len(sight.decode)),
         "both_workers": float(len(sight.both)),

@@ -61,16 +61,26 @@ class Forecast:
         return self.prefill_spread, self.decode_spread
 
 
-def forecasts(history: Sequence[Sample], ahead_s: Sequence[float]) -> list[Forecast]:
-    """The demand in so many seconds, for each; nothing with the usual spread where nothing was seen."""
+def forecasts(
+    history: Sequence[Sample], ahead_s: Sequence[float], answer_tokens: float = 0.0, answer_s: float = 0.0
+) -> list[Forecast]:
+    """The demand in so many seconds, for each; nothing with the usual spread where nothing was seen.
+
+    Args:
+        answer_tokens, answer_s: how long a usual answer is, and lasts. Who arrives now is answered for as long, so
+            where more arrive than are being answered, there is more to decode soon.
+    """
     if not history:
         return [Forecast(Demand(), _USUAL_SPREAD, _USUAL_SPREAD, "nothing was seen yet") for _ in ahead_s]
     each = max(sum(sample.seconds for sample in history) / len(history), 1e-3)
     steps = [max(0.0, seconds / each) for seconds in ahead_s]
     series = [best_guesses([get(sample) for sample in history], steps) for get in _SERIES]
     found = []
-    for arrivals, prompt, uncached, output in zip(*series, strict=True):
-        demand = Demand(arrivals.value, prompt.value, min(uncached.value, prompt.value), output.value)
+    for ahead, arrivals, prompt, uncached, output in zip(ahead_s, *series, strict=True):
+        coming = arrivals.value * answer_tokens
+        begun = 1.0 - math.exp(-ahead / answer_s) if answer_s > 0 else 0.0
+        decoded = max(output.value, output.value + (coming - output.value) * begun)
+        demand = Demand(arrivals.value, prompt.value, min(uncached.value, prompt.value), decoded)
         count = max(sum(sample.arrivals for sample in history) / len(history) * each * _JUDGED_BY, 1e-9)
         prefill = _without_chance(uncached.spread, IRREGULAR / count)
         decode = max(_LEAST_SPREAD, output.spread)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ _KEPT, _KEPT_STEPS = 120, 64
 _KV_KILOTOKEN = 4e-5
 """Seconds to read the KV of a thousand tokens in a step, before anything was measured: 128 kB a token at 3.3 TB/s."""
 _SMOOTH = 0.3
+_ANSWERS_S = 60.0
+"""After which an answer that ended counts e times less."""
 _SURE, _MOST_WAITING = 0.5, 3.0
 
 
@@ -36,7 +39,8 @@ def learn(view: PoolView, sight: Sight, config: PlannerConfig) -> Memory:
         traffic.uncached_tokens / traffic.seconds,
         _decoded(traffic, sight, memory, config),
     )
-    memory = replace(memory, history=(*memory.history, sample)[-_KEPT:], answer=_answer(traffic, memory))
+    answer, answers = _answers(traffic, memory)
+    memory = replace(memory, history=(*memory.history, sample)[-_KEPT:], answer=answer, answers=answers)
     return _learn_steps(view, sight, traffic, memory, config)
 
 
@@ -53,12 +57,16 @@ def _decoded(traffic: Traffic, sight: Sight, memory: Memory, config: PlannerConf
     waiting = sum(worker.waiting or 0 for worker in loads)
     if running and waiting:
         given *= min(_MOST_WAITING, 1.0 + waiting / running)
-    return max(given, _SURE * traffic.arrivals / traffic.seconds * _answer(traffic, memory))
+    return max(given, _SURE * traffic.arrivals / traffic.seconds * _answers(traffic, memory)[0])
 
 
-def _answer(traffic: Traffic, memory: Memory) -> float:
-    """Tokens that an answer is expected to have."""
-    return memory.answer if traffic.mean_output is None else traffic.mean_output
+def _answers(traffic: Traffic, memory: Memory) -> tuple[float, float]:
+    """Tokens of an answer on average, and of how many that is known: those that ended longer ago count for less."""
+    before = memory.answers * math.exp(-traffic.seconds / _ANSWERS_S)
+    if traffic.mean_output is None or not traffic.finished:
+        return memory.answer, before
+    count = before + traffic.finished
+    return (before * memory.answer + traffic.finished * traffic.mean_output) / count, count
 
 
 def _learn_steps(view: PoolView, sight: Sight, traffic: Traffic, memory: Memory, config: PlannerConfig) -> Memory:
@@ -83,7 +91,14 @@ def _learn_steps(view: PoolView, sight: Sight, traffic: Traffic, memory: Memory,
 def speed(view: PoolView, memory: Memory) -> Speed:
     """How fast the pool's usual worker is."""
     rates = view.rates or Rates()
-    return Speed(rates, step_law(rates, memory.steps), view.kv_tokens, held_tokens=memory.held_tokens)
+    return Speed(
+        rates,
+        step_law(rates, memory.steps),
+        view.kv_tokens,
+        memory.held_tokens,
+        memory.prefill_factor,
+        memory.decode_factor,
+    )
 
 
 def step_law(rates: Rates, seen: Sequence[StepSample]) -> StepLaw:
@@ -92,3 +107,8 @@ def step_law(rates: Rates, seen: Sequence[StepSample]) -> StepLaw:
     if not seen:
         return StepLaw(rates.step_base, rates.step_sequence, _KV_KILOTOKEN)
     return StepLaw(*law.fit(((1.0, each.sequences, each.kv_kilotokens), each.itl_s) for each in seen))
+
+
+def answer_s(memory: Memory) -> float:
+    """Seconds that a usual answer lasts; 0 while that is not known."""
+    return memory.answer * memory.steps[-1].itl_s if memory.steps else 0.0

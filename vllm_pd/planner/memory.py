@@ -112,7 +112,13 @@ class Memory:
     asked_starts: tuple[AskedStart, ...] = ()
     refused: tuple[Refused, ...] = ()
     answer: float = 0.0
-    """Tokens of the answers that ended last."""
+    """Tokens of the answers that ended lately, on average."""
+    answers: float = 0.0
+    """How many that average is of; those that ended longer ago count for less."""
+    prefill_factor: float = 1.0
+    """By how much more work prefilling and decoding turned out to be than the model of capacity says, from how many
+    requests met their targets."""
+    decode_factor: float = 1.0
     held_tokens: float | None = None
     """KV tokens that a running sequence was seen to hold."""
     move_s: float | None = None

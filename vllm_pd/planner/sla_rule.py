@@ -7,9 +7,10 @@ from dataclasses import replace
 from vllm_pd.planner import explain
 from vllm_pd.planner.changes import moves, removals, rested, starts
 from vllm_pd.planner.config import PlannerConfig
+from vllm_pd.planner.correct import corrected
 from vllm_pd.planner.decision import Decision
 from vllm_pd.planner.forecast import forecasts
-from vllm_pd.planner.learn import speed
+from vllm_pd.planner.learn import answer_s, speed
 from vllm_pd.planner.memory import Memory, NeedSample
 from vllm_pd.planner.model import Action, Mode, PoolView
 from vllm_pd.planner.sight import Sight
@@ -34,27 +35,30 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     pace = speed(view, memory)
     most = max(config.max_workers, sight.total, 2)
     waiting = float(view.queue.tokens) if view.queue else 0.0
-    near, far = forecasts(memory.history, (soon_s, late_s))
+    near, far = forecasts(memory.history, (soon_s, late_s), memory.answer, answer_s(memory))
     soon = outlook(near.demand, near.spreads, pace, config, most, waiting)
     reasons = [*explain.seen(view, config), *explain.able(pace, soon, config)]
     reasons.append(explain.ahead(near, soon_s))
-    numbers = explain.numbers(near.demand, soon, sight)
+    numbers = explain.numbers(near.demand, soon, pace, sight)
     actions: list[Action] = []
     held_back: list[str] = []
     at_hand = present.total + either
     now = fitted(soon, present, either)
+    if view.traffic is not None and not sight.moving:
+        memory = corrected(memory, view.traffic, soon, now)
+        sight = replace(sight, memory=memory)
     target = at_hand
     if config.mode is Mode.SCALE:
-        calm = outlook(near.demand, _capped(near.spreads, memory, config), pace, config, most, waiting)
         late = outlook(far.demand, _capped(far.spreads, memory, config), pace, config, most)
         reasons.append(explain.ahead(far, late_s))
-        need, over = _need(calm, late, config)
-        memory = _remember_need(memory, need.total, config)
+        need = _least(late, config)
+        kept = max(need.total, _least(soon, config).total)
+        memory = _remember_need(memory, kept, config)
         sight = replace(sight, memory=memory)
         reasons.append(explain.need(need, sight.total, config))
         numbers["workers_needed"] = float(need.total)
         if need.total > sight.total:
-            actions += _start(sight, over, need, config, held_back)
+            actions += _start(sight, late, need, config, held_back)
         elif not sight.starting:
             target = min(at_hand, max(_enough(memory, config, at_hand), config.min_workers))
     if at_hand >= 2:
@@ -84,9 +88,8 @@ def fitted(soon: Outlook, present: Split, either: int) -> Split:
     return max(options, key=lambda split: (round(soon.worth(split), 4), -soon.strain(split)))
 
 
-def _need(soon: Outlook, late: Outlook, config: PlannerConfig) -> tuple[Need, Outlook]:
-    needs = [(least_total(each, config, config.min_workers, config.max_workers), each) for each in (soon, late)]
-    return max(needs, key=lambda pair: pair[0].total)
+def _least(outlook: Outlook, config: PlannerConfig) -> Need:
+    return least_total(outlook, config, config.min_workers, config.max_workers)
 
 
 def _remember_need(memory: Memory, workers: int, config: PlannerConfig) -> Memory:

@@ -8,6 +8,7 @@ two splits that do equally well for the guess, the one that can take more of a s
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from vllm_pd.planner.capacity import Demand, Side, Speed, decode_side, prefill_side
@@ -52,6 +53,14 @@ class Outlook:
         """Fraction of the requests that is expected to meet both targets."""
         prefill, decode = max(split.prefill, 0), max(split.decode, 0)
         return sum(weight * left.ok[prefill] * right.ok[decode] for weight, left, right in self.sides)
+
+    def parts(self, split: Split) -> tuple[float, float]:
+        """The same for the target of each kind alone: first tokens in time, and tokens after them."""
+        prefill, decode = max(split.prefill, 0), max(split.decode, 0)
+        return (
+            sum(weight * left.ok[prefill] for weight, left, _ in self.sides),
+            sum(weight * right.ok[decode] for weight, _, right in self.sides),
+        )
 
     def strain(self, split: Split) -> float:
         """Work over capacity, of the kind that has the more of it; above 1 it piles up."""
@@ -103,15 +112,21 @@ def least_total(outlook: Outlook, config: PlannerConfig, least: int, most: int) 
     Where the wanted fraction cannot be met, no worker is asked for that does not bring what it must: a target that is
     out of reach is no reason for ever more of them. All work must be done all the same, in whatever time.
     """
-    worths = {total: outlook.worth(best_split(outlook, total)) for total in range(max(2, least), most + 1)}
-    if not worths:
+    totals = range(max(2, least), most + 1)
+    if not totals:
         return Need(least, 0.0, True)
     goal = config.attainment * outlook.reachable
-    for total, worth in worths.items():
-        if worth >= goal:
-            if total == 2 and least < 2 and outlook.prefill.load + outlook.decode.load < 0.5:
-                return Need(1, worth, True)
-            return Need(total, worth, True)
+
+    def worth(total: int) -> float:
+        return outlook.worth(best_split(outlook, total))
+
+    if (best := worth(most)) >= goal:
+        # More workers are never worth less.
+        total = totals[bisect_left(totals, goal, hi=len(totals) - 1, key=worth)]
+        if total == 2 and least < 2 and outlook.prefill.load + outlook.decode.load < 0.5:
+            return Need(1, worth(total), True)
+        return Need(total, worth(total), True)
+    worths = {total: worth(total) for total in totals[:-1]} | {most: best}
     busy = max(2, least, math.ceil(outlook.prefill.load * 1.1) + math.ceil(outlook.decode.load * 1.1))
     for total in range(min(busy, most), most):
         further = max((worths[more] - worths[total]) / (more - total) for more in range(total + 1, most + 1))
