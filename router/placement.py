@@ -108,7 +108,8 @@ class Placer:
             return None
         seed = self._random.getrandbits(48) if demand.temperature > 0 else None
         # Where all workers do both, none is there to keep prompts off the others: a hand-over would save nothing.
-        equals = len(usable) > 1 and all(worker.role is Role.BOTH for worker in usable)
+        both = Role.BOTH
+        equals = len(usable) > 1 and all(worker.role is both for worker in usable)
         rule = _NO_SPLIT if equals else demand.rule
         decision = _decide(demand, asks, rule, seed, now)
         if sends and decision.plan.weighed is not None and self._worth_a_try(decision.plan):

@@ -39,7 +39,8 @@ class Predicted:
             if theirs is not rates:
                 # Mostly one object for all of a pool.
                 rates, nothing_cached = theirs, theirs.prefill(tokens, 0)
-            overlap = held(candidate.holder)
+            # A prompt that nobody holds is none to look for: what is looked up by is made of two parts.
+            overlap = held(candidate.holder) if overlaps else None
             if overlap is None:
                 blocks, work = 0, nothing_cached
             else:
