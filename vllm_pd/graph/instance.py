@@ -101,6 +101,11 @@ class Instance:
         return self.phase in (Phase.READY, Phase.UNREADY, Phase.GIVEN_UP) or self.failures > 0
 
     @property
+    def grace_s(self) -> float:
+        """What its present process may take to end; 0 when there is none."""
+        return self._launch.grace_s if self._launch is not None else 0.0
+
+    @property
     def is_up(self) -> bool:
         return self.phase in (Phase.READY, Phase.UNREADY)
 
@@ -125,7 +130,7 @@ class Instance:
             restarts=max(self._restarts, 0),
             failures=self.failures,
             is_stuck=is_stuck,
-            grace_s=self._launch.grace_s if self._launch is not None else 0.0,
+            grace_s=self.grace_s,
             detail=self._detail,
             log=str(self._host.log_of(self.name)),
             log_end=self._log_end if not self.is_up else (),

@@ -29,8 +29,8 @@ from vllm_pd.graph.runs import RunFolder
 from vllm_pd.graph.status import GraphStatus, Phase
 from vllm_pd.graph.supervise import Order
 
-_BEGIN_S = 120.0
-"""Until the supervisor says whether it starts: what an earlier one left is ended first."""
+_BEGIN_S = 75.0
+"""Until the supervisor says whether it starts, beside what an earlier one left and may take to end first."""
 _DOWN_S = 90.0
 """To end a graph, beside what its processes may take."""
 _REAP_S = 60.0
@@ -91,7 +91,7 @@ def start(
         with contextlib.suppress(BrokenPipeError):
             supervisor.stdin.write(msgspec.json.encode(order) + b"\n")
             supervisor.stdin.flush()
-        reply = _first_line(supervisor, folder)
+        reply = _first_line(supervisor, folder, _BEGIN_S + _grace_of(folder))
     except BaseException:
         _let_go(supervisor)
         raise
@@ -138,7 +138,7 @@ def stop(
     last: GraphStatus | None = None
     is_told = False
     # Frontends end before workers do.
-    limit_s = deadline_s if deadline_s is not None else _DOWN_S + 2 * remains.GRACE_S
+    limit_s = deadline_s if deadline_s is not None else _DOWN_S + 2 * _grace_of(folder)
     began = time.monotonic()
     while True:
         with contextlib.suppress(GraphError):
@@ -232,9 +232,15 @@ def _let_go(supervisor: subprocess.Popen[bytes]) -> None:
             supervisor.stdin.close()
 
 
-def _first_line(supervisor: subprocess.Popen[bytes], folder: RunFolder) -> Reply:
+def _grace_of(folder: RunFolder) -> float:
+    """What the processes on its record may take to end; without one, what is usual."""
+    record = runs.read_record(folder)
+    return record.grace_s if record is not None else runs.DEFAULT_GRACE_S
+
+
+def _first_line(supervisor: subprocess.Popen[bytes], folder: RunFolder, within_s: float) -> Reply:
     assert supervisor.stdout is not None
-    ready, _, _ = select.select([supervisor.stdout], [], [], _BEGIN_S)
+    ready, _, _ = select.select([supervisor.stdout], [], [], within_s)
     line = supervisor.stdout.readline() if ready else b""
     if not line:
         supervisor.kill()

@@ -13,8 +13,6 @@ from vllm_pd.graph import proc_tree
 from vllm_pd.graph.proc_tree import PROC, ProcessId
 from vllm_pd.graph.runs import RUN_VARIABLE, Record
 
-GRACE_S = 45.0
-"""What processes get to finish what they do. As long as a supervisor would give workers."""
 _KILL_S = 10.0
 _POLL_S = 0.1
 
@@ -35,11 +33,11 @@ def living(record: Record) -> frozenset[ProcessId]:
     return frozenset(found - {proc_tree.identify(os.getpid())})
 
 
-def end(record: Record, *, grace_s: float = GRACE_S, waiting: Callable[[int], None] = lambda left: None) -> None:
-    """End everything that is left of a run, and remove the shared memory that nobody else uses. Idempotent.
+def end(record: Record, *, waiting: Callable[[int], None] = lambda left: None) -> None:
+    """End everything that is left of a run, and remove the shared memory that nobody else uses. Idempotent. Processes
+    get as long to finish what they do as their supervisor would have given them.
 
     Args:
-        grace_s: for SIGTERM; then SIGKILL follows.
         waiting: gets the number of those that still run, several times a second.
     """
     left = living(record)
@@ -52,7 +50,7 @@ def end(record: Record, *, grace_s: float = GRACE_S, waiting: Callable[[int], No
     proc_tree.send(leaders, signal.SIGTERM)
     # A paused process cannot act on SIGTERM.
     proc_tree.send(leaders, signal.SIGCONT)
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + record.grace_s
     while (left := living(record)) and time.monotonic() < deadline:
         memory |= proc_tree.shared_memory(left)
         waiting(len(left))

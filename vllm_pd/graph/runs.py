@@ -32,6 +32,7 @@ CONTROL_VARIABLE = "PD_GRAPH_CONTROL"
 PLANS_VARIABLE = "PD_GRAPH_PLANS"
 """Which components the planner of a run may start and end workers of: names, with commas between."""
 FOLDER_VARIABLE = "VLLM_PD_RUN_DIR"
+DEFAULT_GRACE_S = 45.0
 LOCK_WAIT_S = 2.0
 """For whoever means to keep the lock."""
 _LOCK_POLL_S = 0.02
@@ -144,6 +145,8 @@ class Started(msgspec.Struct, frozen=True):
     name: str
     pid: int
     started: int
+    grace_s: float = DEFAULT_GRACE_S
+    """What it may take to finish what it does."""
 
     @property
     def id(self) -> ProcessId:
@@ -158,6 +161,11 @@ class Record(msgspec.Struct, frozen=True):
     boot: str
     """Of the machine: after it was started anew the processes are gone and their pids are others'."""
     processes: tuple[Started, ...] = ()
+
+    @property
+    def grace_s(self) -> float:
+        """What the slowest of them may take to finish what it does."""
+        return max((started.grace_s for started in self.processes), default=DEFAULT_GRACE_S)
 
 
 def boot_id() -> str:

@@ -223,7 +223,8 @@ class Supervisor:
     async def started(self, instance: Instance) -> None:
         process = instance.process
         if process is not None and process.leader is not None:
-            self._started[instance.name] = Started(instance.name, process.leader.pid, process.leader.started)
+            leader = process.leader
+            self._started[instance.name] = Started(instance.name, leader.pid, leader.started, instance.grace_s)
             await self._write_record()
 
     async def ended(self, instance: Instance) -> None:

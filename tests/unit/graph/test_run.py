@@ -230,6 +230,28 @@ def test_what_does_not_end_when_killed_stays_on_the_record(tmp_path: Path, monke
     assert not folder.record.exists()
 
 
+def test_what_a_killed_supervisor_left_gets_as_long_as_it_would_have_given(programs: Path) -> None:
+    graph = small(args=("--shutdown-timeout=100",))
+    with started(graph, programs) as (cluster, _):
+        record = runs.read_record(cluster.folder)
+        assert record is not None
+        of = {each.name: each.grace_s for each in record.processes}
+        assert (of["decode-0"], of["prefill-0"], record.grace_s) == (115, 45, 115)
+
+
+def test_what_does_not_end_within_its_grace_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"deaf\n"
+        found = proc_tree.identify(process.pid)
+        assert found is not None
+        remains.end(Record("0123", runs.boot_id(), (runs.Started("x", found.pid, found.started, 0.2),)))
+        assert process.wait(WAIT_S) == -signal.SIGKILL
+
+
 def test_a_graph_ends_with_whoever_started_it(programs: Path) -> None:
     code = (
         "import sys, time\n"
