@@ -24,14 +24,11 @@ DEADLINE_S = 900.0
 ONLY_REAL = (
     "vllm:nixl_",
     "vllm:kv_offload_",
-    "vllm:inter_token_latency",
-    "vllm:prompt_tokens_cached_by_source",
     "vllm_pd_ssd_",
     "vllm_pd_offload_",
     "vllm_pd_agent_kv_",
     "vllm_pd_agent_index_",
     "vllm_pd_agent_delay_seconds",
-    "vllm_pd_role_moves",
 )
 
 pytestmark = pytest.mark.timeout(2000)
