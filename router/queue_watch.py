@@ -44,6 +44,8 @@ CANCELS_AT_ONCE = 16
 LAST_CANCELS_S = 1.0
 MOST_CANCELS = 4096
 """Waiting, while the store does not answer; jobs beyond end by their deadline."""
+MOST_TOLD = 32
+"""Workers that are told of a job that was lost. With more of them its blocks are left to their lease."""
 
 _log = logging.getLogger(__name__)
 
@@ -148,6 +150,19 @@ class QueueWatch:
         task = asyncio.create_task(self._cancel(queue.pool, expected, put))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
+
+    def lost(self, queue: PoolQueue, hold: str, authorization: str) -> None:
+        """The store has lost a job. Some worker may compute it, or have done so, and whoever claims is told to let go
+        of the blocks: nobody has asked for them by this key, and nobody will. Returns at once.
+
+        Args:
+            authorization: the client's, for workers that check it themselves.
+        """
+        if len(queue.claimers) > MOST_TOLD:
+            return
+        for id in queue.claimers:
+            if (worker := self._directory.get(id)) is not None:
+                self._releases.release(Hold(worker.record, hold, authorization=authorization))
 
     async def _cancel(self, pool: PoolId, expected: Expected, put: asyncio.Task[str]) -> None:
         await asyncio.wait({put})

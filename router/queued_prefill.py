@@ -146,6 +146,8 @@ class QueuedPrefill:
         finally:
             attempt.end()
             self._watch.leave(queue, expected, put, read=outcome is not None)
+        if outcome is Direct.LOST:
+            self._watch.lost(queue, hold, own_authorization(self._settings, call))
         return outcome
 
     def _job(self, id: JobId, body: bytes, call: Call, placed: Placed, attempt: Attempt) -> PrefillJob:

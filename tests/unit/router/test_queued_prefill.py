@@ -274,12 +274,15 @@ async def test_store_that_stops_costs_no_request_its_answer(
 async def test_job_that_was_lost_with_the_store_is_sent_directly(cluster: QueueCluster) -> None:
     prefill, decode = await cluster.join(Role.PREFILL, runs=False), await cluster.join(Role.DECODE)
     request = asyncio.create_task(cluster.post())
-    await cluster.queued()
+    (job,) = await cluster.queued()
+    hold = cluster.watched.jobs._waiting[job.id].hold
     cluster.store.kill()
     assert (await request)[0] == 200
     assert len(prefill.legs) == 1
     assert decode.worker.posts[0].json["kv_transfer_params"] == TRANSFER
     assert cluster.metric("prefill_direct_total", reason="job_lost") == 1
+    # It may have been claimed, and only the store would have heard by whom.
+    await until(lambda: prefill.released == [hold], "its blocks are let go")
 
 
 async def test_store_that_restarts_empty_has_lost_the_job(cluster: QueueCluster) -> None:
