@@ -40,7 +40,7 @@ class TokenizerCache:
         self._past_mismatches = 0
         self._retry_at: dict[str, float] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._hashers: dict[tuple[PoolSpec, str], tuple[PromptTokenizer | None, PromptHasher]] = {}
+        self._hashers: dict[tuple[PoolId, str], tuple[PromptTokenizer | None, PromptHasher]] = {}
 
     @property
     def ready(self) -> list[PromptTokenizer]:
@@ -71,11 +71,11 @@ class TokenizerCache:
             sha: of the tokenizer that its workers publish; "" when they publish none.
         """
         tokenizer = self.get(pool, sha)
-        known = self._hashers.get((spec, sha))
+        known = self._hashers.get((pool, sha))
         if known is not None and known[0] is tokenizer:
             return known[1]
         hasher = PromptHasher(spec, tokenizer)
-        self._hashers[spec, sha] = (tokenizer, hasher)
+        self._hashers[pool, sha] = (tokenizer, hasher)
         while len(self._hashers) > MAX_TOKENIZERS:
             del self._hashers[next(iter(self._hashers))]
         return hasher
