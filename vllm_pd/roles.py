@@ -150,8 +150,9 @@ async def request_move(
     if (already := _already(record, role, author, there)) is not None:
         return already
     wish = WantedRole(role, record.epoch, secrets.token_hex(8), author, timeout_ms)
-    # Where it is on its way there, somebody was left when that began.
-    stays = {} if force or record.moving_to is role else _who_stays(workers, record, role)
+    # Where it is on its way there, somebody was left when that began, and is held there by the wish that there is.
+    on_its_way = there is not None and there.epoch == record.epoch and there.role is role is record.moving_to
+    stays = {} if force or on_its_way else _who_stays(workers, record, role)
     ttl_ms = timeout_ms + int(_WISH_SLACK_S * 1000)
     answer = await roles.set_unless_last(pool, record.id, wish, ttl_ms, stays, term=term if by == PLANNER else None)
     if answer is Wished.HELD:

@@ -144,7 +144,10 @@ async def test_a_planner_that_does_not_lead_any_more_is_refused(cluster: Cluster
 
 
 async def test_a_move_under_way_may_be_let_go_though_nobody_else_is_left(cluster: Cluster) -> None:
-    await cluster.add(moved(worker(A, role=DECODE), PREFILL, MoveState.DRAINING, "operator"), worker(B, role=PREFILL))
+    drains = moved(worker(A, role=DECODE), PREFILL, MoveState.DRAINING, "operator")
+    await cluster.add(drains, worker(B, role=PREFILL))
+    assert (await cluster.ask(A, PREFILL, by="somebody")).verdict is Verdict.LAST, "nobody wishes it any more"
+    await cluster.roles.set(POOL.id, WorkerId(A), WantedRole(PREFILL, drains.epoch, "m"), LEASE_MS)
     assert (await cluster.ask(A, None)).verdict is Verdict.ASKED
     assert (await cluster.ask(A, PREFILL, by="somebody")).verdict is Verdict.ASKED
 
