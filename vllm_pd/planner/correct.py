@@ -14,8 +14,9 @@ from vllm_pd.planner.memory import Memory
 from vllm_pd.planner.model import Latency, Traffic
 from vllm_pd.planner.target import Outlook, Split
 
-_GAIN, _MOST_OFF = 0.1, 0.1
-"""What a difference between expected and measured fraction moves a factor's logarithm by, and the most that counts."""
+_UP, _DOWN, _MOST_OFF = 0.3, 0.1, 0.05
+"""What a difference between expected and measured fraction moves a factor's logarithm by, and the most that counts.
+Too few workers are noticed late, when the answers that they gave end, and cost more than a few too many."""
 _ENOUGH = 10
 """Requests of which a fraction is taken as it is."""
 _FORGET = 0.002
@@ -42,5 +43,5 @@ def _moved(factor: float, expected: float, measured: Latency | None) -> float:
     log = math.log(factor) * (1.0 - _FORGET)
     if measured is not None and measured.count:
         off = max(-_MOST_OFF, min(_MOST_OFF, expected - measured.within))
-        log += _GAIN * off * min(1.0, measured.count / _ENOUGH)
+        log += (_UP if off > 0 else _DOWN) * off * min(1.0, measured.count / _ENOUGH)
     return max(_LEAST, min(_MOST, math.exp(log)))

@@ -20,9 +20,12 @@ from vllm_pd.state.base import Role
 _EASED = 1.15
 """Where nearly nothing meets its targets, a move must make the worse kind's strain so many times less."""
 _LOST = 0.5
-_LEAST_SURPRISE, _MOST_SURPRISE, _SURPRISED_S = 0.1, 0.4, 1000.0
+_LEAST_SURPRISE, _MOST_SURPRISE, _SURPRISED_S = 0.1, 0.5, 1000.0
 """Relative standard deviation of a guess beyond which no workers are started for it: as a start's seconds over these,
 within bounds."""
+_WARY = 1.5
+"""So many times as much of a surprise is planned for before workers are taken away: what goes takes long to come back,
+and chance alone would take some away and start them again."""
 
 
 def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
@@ -52,7 +55,9 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
         late = outlook(far.demand, _capped(far.spreads, memory, config), pace, config, most)
         reasons.append(explain.ahead(far, late_s))
         need = _least(late, config)
-        kept = max(need.total, _least(soon, config).total)
+        # What may be needed again soon is kept, also where it would not be started yet.
+        wary = outlook(far.demand, _capped(far.spreads, memory, config, _WARY), pace, config, most)
+        kept = max(_least(wary, config).total, _least(soon, config).total)
         memory = _remember_need(memory, kept, config)
         sight = replace(sight, memory=memory)
         reasons.append(explain.need(need, sight.total, config))
@@ -72,11 +77,13 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     return Decision(memory, tuple(actions), verdict, tuple(reasons), numbers)
 
 
-def _capped(spreads: tuple[float, float], memory: Memory, config: PlannerConfig) -> tuple[float, float]:
+def _capped(
+    spreads: tuple[float, float], memory: Memory, config: PlannerConfig, times: float = 1.0
+) -> tuple[float, float]:
     """A total is not planned for every surprise: moves answer those, and the next step may ask for more. The longer a
     start takes, the less it may."""
     start_s = memory.start_s or config.start_s
-    most = min(_MOST_SURPRISE, max(_LEAST_SURPRISE, start_s / _SURPRISED_S))
+    most = min(_MOST_SURPRISE, max(_LEAST_SURPRISE, times * start_s / _SURPRISED_S))
     return min(most, spreads[0]), min(most, spreads[1])
 
 
@@ -101,7 +108,9 @@ def _remember_need(memory: Memory, workers: int, config: PlannerConfig) -> Memor
 
 def _rest(memory: Memory, config: PlannerConfig) -> float:
     """Seconds that workers must have been too many before one goes: what takes long to come back stays longer."""
-    return max(config.remove_after_s, memory.start_s or config.start_s)
+    if memory.start_s is None:
+        return max(config.remove_after_s, config.start_s)
+    return max(config.remove_after_s / 2, memory.start_s)
 
 
 def _enough(memory: Memory, config: PlannerConfig, at_hand: int) -> int:

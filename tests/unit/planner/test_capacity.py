@@ -63,7 +63,7 @@ def after(steps: int, traffic: Traffic, memory: Memory | None = None) -> Memory:
 
 def test_targets_missed_more_often_than_expected_make_work_count_for_more_within_bounds() -> None:
     memory = after(20, measured(0.3, 0.3))
-    assert 1.05 < memory.prefill_factor < 1.3 and 1.05 < memory.decode_factor < 1.3
+    assert 1.1 < memory.prefill_factor < 1.4 and 1.1 < memory.decode_factor < 1.4
     memory = after(2000, measured(0.0, 0.0))
     assert memory.decode_factor <= 1.5
 
@@ -83,8 +83,8 @@ def test_targets_met_more_often_than_expected_make_work_count_for_less_until_tha
 
 def test_one_bad_moment_and_a_handful_of_requests_change_little_and_nothing_measured_forgets() -> None:
     once = after(1, measured(0.0, 0.0))
-    assert once.prefill_factor < 1.011 and once.decode_factor < 1.011
-    assert after(1, measured(0.0, 0.0, count=1)).decode_factor < 1.0011
+    assert once.prefill_factor < 1.016 and once.decode_factor < 1.016
+    assert after(1, measured(0.0, 0.0, count=1)).decode_factor < 1.002
     memory = after(200, measured(None, None), Memory(prefill_factor=1.4, decode_factor=0.8))
     assert 1.0 < memory.prefill_factor < 1.3 and 0.83 < memory.decode_factor < 1.0
 

@@ -213,6 +213,22 @@ def test_a_sinusoid_is_followed_without_trembling() -> None:
     assert turns <= 5
 
 
+@pytest.mark.parametrize("start_s", [10.0, 60.0])
+def test_what_is_taken_away_is_not_started_again_before_a_start_would_have_ended(start_s: float) -> None:
+    changes: list[tuple[float, int]] = []
+
+    def check(view: PoolView, plan: Plan, world: World) -> None:
+        for action in plan.actions:
+            if isinstance(action, AddAction | RemoveAction):
+                changes.append((world.now, action.count if isinstance(action, AddAction) else -1))
+
+    world = World(lambda t: Load(6 + 3 * math.sin(t * math.tau / 1500)), 5, 5, start_s=start_s, seed=1)
+    world.run(replace(SCALE, start_s=start_s), 330, check=check)
+    assert sum(count > 0 for _, count in changes) >= 3, "it follows"
+    for (earlier, gone), (later, came) in pairwise(changes):
+        assert not (gone < 0 < came) or later - earlier > start_s
+
+
 def test_a_spike_that_is_over_before_a_worker_could_come_leaves_no_lasting_workers() -> None:
     world = World(lambda t: PATTERNS["spike"](1.0, t), 3, 3, start_s=60.0, seed=0)
     world.run(SCALE, 29)
