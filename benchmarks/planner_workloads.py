@@ -85,20 +85,20 @@ def _arrivals(kind: Kind, rate: Callable[[float], float], seconds: float, chance
     return found
 
 
-def _wave(at: float, period: float) -> float:
+def wave(at: float, period: float) -> float:
     return math.sin(2 * math.pi * at / period)
 
 
 def _sinusoid_all(at: float) -> float:
-    return 0.85 * (1.0 + 0.4 * _wave(at, 1500.0))
+    return 0.85 * (1.0 + 0.4 * wave(at, 1500.0))
 
 
 def _sinusoid_reading(at: float) -> float:
-    return _sinusoid_all(at) * 0.8 * (1.0 + 0.8 * _wave(at, 2400.0))
+    return _sinusoid_all(at) * 0.8 * (1.0 + 0.8 * wave(at, 2400.0))
 
 
 def _sinusoid_writing(at: float) -> float:
-    return _sinusoid_all(at) * 1.1 * (1.0 - 0.7 * _wave(at, 2400.0))
+    return _sinusoid_all(at) * 1.1 * (1.0 - 0.7 * wave(at, 2400.0))
 
 
 def _step_reading(at: float) -> float:
@@ -126,7 +126,7 @@ CONVERSATION, SYNTHETIC = (
         3.0,
         0.015,
         False,
-        attainment=0.97,
+        attainment=0.99,
         trace=name,
         speed=2.0,
         timing=TimingModel(),
