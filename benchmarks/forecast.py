@@ -146,10 +146,11 @@ def judged(name: str, values: Sequence[float], method: Method, every: int) -> di
 def _weight(library: str) -> dict[str, Any]:
     """What the import of a library costs a fresh process."""
     code = (
-        "import resource, time; began = time.process_time(); "
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "import os, pathlib, time; "
+        "held = lambda: int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE'); "
+        "began, before = time.process_time(), held(); "
         f"import {_MODULES[library]}; "
-        "print(time.process_time() - began, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)"
+        "print(time.process_time() - began, (held() - before) / 2**20)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     cpu_s, mib = map(float, ended.stdout.split())
