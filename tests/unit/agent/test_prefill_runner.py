@@ -295,6 +295,7 @@ async def test_an_idle_worker_takes_from_the_stream_of_a_loaded_one(bench: Bench
     assert "x-data-parallel-rank" not in idle.asked[0][1]
 
 
+@pytest.mark.parametrize("bench", [QueueLimits(visibility_ms=60_000, patience_ms=60_000)], indirect=True, ids=[""])
 async def test_a_worker_that_is_free_keeps_its_own_jobs(bench: Bench) -> None:
     mine, _ = await bench.worker()
     other, _ = await bench.worker(OTHER)

@@ -307,7 +307,7 @@ async def test_a_leader_that_stands_still_has_lost_its_place_when_it_goes_on(kep
 
 
 async def test_a_store_that_comes_back_empty_is_led_again_and_not_believed_at_once(pool: Pool) -> None:
-    planner = PlannerService(settings(pool.store, settle=6.0))
+    planner = PlannerService(settings(pool.store, settle=15.0))
     planner.start()
     try:
 

@@ -158,7 +158,7 @@ async def test_a_worker_is_in_the_store_with_its_blocks_until_it_stops(
     workers = await start_workers(
         (Role.PREFILL, Role.DECODE), store=store_url, namespace="n1", engine=EngineConfig(48, 16, 128, 256)
     )
-    registry, index = open_registry(store_url, "n1"), open_block_index(store_url, "n1")
+    registry, index = open_registry(store_url, "n1", timeout_s=10.0), open_block_index(store_url, "n1", timeout_s=10.0)
     try:
         records = {state.record.role: state.record for state in await _registered(registry, 2)}
         assert records.keys() == {Role.PREFILL, Role.DECODE}
@@ -181,7 +181,7 @@ async def test_a_worker_is_in_the_store_with_its_blocks_until_it_stops(
 
 async def test_dropped_events_are_repaired_by_replay(start_workers: StartHost, client: Client, store_url: str) -> None:
     (worker,) = await start_workers(store=store_url, namespace="n2", engine=EngineConfig(64, 16))
-    registry, index = open_registry(store_url, "n2"), open_block_index(store_url, "n2")
+    registry, index = open_registry(store_url, "n2", timeout_s=10.0), open_block_index(store_url, "n2", timeout_s=10.0)
     try:
         (state,) = await _registered(registry, 1)
         await client.post(f"{worker.url}/mock/faults", {"drop_events": 0.5})
@@ -343,7 +343,7 @@ async def test_a_dead_worker_is_gone_from_the_network_at_once_and_from_the_store
     start_workers: StartHost, client: Client, store_url: str
 ) -> None:
     dying, other = await start_workers((Role.BOTH, Role.BOTH), store=store_url, namespace="n3", lease_s=1.0)
-    registry = open_registry(store_url, "n3")
+    registry = open_registry(store_url, "n3", timeout_s=10.0)
     try:
         await _registered(registry, 2)
         await client.post(f"{dying.url}/mock/faults", {"die": True})
