@@ -53,13 +53,32 @@ def sums(memory: Words, first: int, stride: int, seeds: Words) -> Words:
     return found
 
 
+def check_and_copy(
+    memory: Words, first: int, stride: int, seeds: Words, wanted: Words, targets: Words, size: int
+) -> NDArray[np.bool_]:
+    """Copy the blocks whose checksum is `wanted`; they lie every `stride` words in `memory` from word `first` on.
+
+    One by one: each is copied while it is still in the processor's cache.
+
+    Args:
+        targets: address for each block, valid during the call; 0 for one that is not looked at.
+        size: bytes to copy of each.
+
+    Returns:
+        Which were copied.
+    """
+    good = np.zeros(len(seeds), np.bool_)
+    _compiled()[2](memory, first, stride, seeds, wanted, targets, size, good)
+    return good
+
+
 def prepare() -> None:
     """Compile now (about a second of this thread) and not in the first transfer."""
     _compiled()
 
 
 @functools.cache
-def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
+def _compiled() -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
     numba = importlib.import_module("numba")
     memmove = ctypes.CDLL(None).memmove
     memmove.argtypes = [ctypes.c_size_t] * 3
@@ -111,4 +130,15 @@ def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
         for i in range(len(seeds)):
             found[i] = xxh64(memory, first + u64(i) * stride, stride, seeds[i])
 
-    return copy_and_sum, sums
+    @numba.njit(
+        "void(uint64[::1], uint64, uint64, uint64[::1], uint64[::1], uint64[::1], uint64, boolean[::1])", nogil=True
+    )  # type: ignore[untyped-decorator]
+    def check_and_copy(memory, first, stride, seeds, wanted, targets, size, good):  # type: ignore[no-untyped-def]
+        base = u64(memory.ctypes.data)
+        for i in range(len(seeds)):
+            at = first + u64(i) * stride
+            if targets[i] != u64(0) and xxh64(memory, at, stride, seeds[i]) == wanted[i]:
+                memmove(targets[i], base + at * u64(8), size)
+                good[i] = True
+
+    return copy_and_sum, sums, check_and_copy

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from vllm_pd.kv_offload import byte_copy
 from vllm_pd.kv_offload.block_io.aligned import AlignedMemory
 from vllm_pd.kv_offload.block_io.base import BlockIO, OpenFile, Piece
 from vllm_pd.kv_offload.segments import checksum
@@ -127,11 +126,11 @@ class Readers:
         read = [(slot, i) for slot, i in enumerate(slots) if errors[slot] is None]
         if error := next((error for error in errors if error is not None), None):
             self._complaints.say("read", f"blocks cannot be read ({error}); they are computed again.")
-        whole = set(self._intact(part, places, memory, read))
-        self._deliver(load, part, memory, [(slot, i) for slot, i in read if i in whole])
         was_read = {i for _, i in read}
         self._drop(load, part, places, [i for i in range(len(places)) if i not in was_read], Reason.READ_FAILED)
-        self._drop(load, part, places, sorted(was_read - whole), Reason.CORRUPT)
+        whole = self._deliver(load, part, places, memory, read)
+        if whole is not None:
+            self._drop(load, part, places, sorted(was_read - whole), Reason.CORRUPT)
 
     def _open(self, leases: ExitStack, segments: set[Segment]) -> dict[Segment, OpenFile]:
         """Files of the segments that can be opened."""
@@ -145,34 +144,30 @@ class Readers:
                     self._index.empty(segment)
         return files
 
-    def _intact(self, part: Part, places: list[Place], memory: AlignedMemory, read: list[tuple[int, int]]) -> list[int]:
-        """Which of the blocks that were read are those that were stored."""
+    def _deliver(
+        self, load: Load, part: Part, places: list[Place], memory: AlignedMemory, read: list[tuple[int, int]]
+    ) -> set[int] | None:
+        """Copy to their targets those blocks that were read and are what was stored; which they are.
+
+        None if the load ended meanwhile, of whose blocks nothing is known then.
+        """
         if not read:
-            return []
-        words, keys = np.frombuffer(memory.view, np.uint64), part.load.keys
-        # All slots, also of failed reads: their sums are thrown away.
-        slots = read[-1][0] + 1
-        by_slot = dict(read)
-        seeds = np.zeros(slots, np.uint64)
+            return set()
+        keys, slots = part.load.keys, read[-1][0] + 1
+        seeds, wanted, targets = (np.zeros(slots, np.uint64) for _ in range(3))
         good = [slot for slot, _ in read]
         seeds[good] = checksum.seeds(self._config.namespace, (keys[part.numbers[i]] for _, i in read))
-        sums = checksum.sums(words, 0, self._config.stride // 8, seeds)
-        stored = [places[i][0].entries.checksums[places[i][1]] for _, i in read]
-        return [by_slot[slot] for slot, there in zip(good, stored, strict=True) if int(sums[slot]) == there]
-
-    def _deliver(self, load: Load, part: Part, memory: AlignedMemory, good: list[tuple[int, int]]) -> None:
-        if not good:
-            return
-        sources = np.array([memory.address + slot * self._config.stride for slot, _ in good], np.uint64)
-        sizes = np.full(len(good), self._config.block_bytes, np.uint64)
+        wanted[good] = [places[i][0].entries.checksums[places[i][1]] for _, i in read]
+        words, stride, size = np.frombuffer(memory.view, np.uint64), self._config.stride // 8, self._config.block_bytes
         with load.lock:
             if load.ended:
-                return
-            targets = [_address(load.targets[part.numbers[i]]) for _, i in good]
-            byte_copy.compiled()(sources, np.array(targets, np.uint64), sizes)
-            load.delivered.update(part.numbers[i] for _, i in good)
-        size = len(good) * self._config.block_bytes
-        self._counters.add(read_blocks_total=len(good), read_bytes_total=size)
+                return None
+            targets[good] = [_address(load.targets[part.numbers[i]]) for _, i in read]
+            copied = checksum.check_and_copy(words, 0, stride, seeds, wanted, targets, size)
+            whole = {i for slot, i in read if copied[slot]}
+            load.delivered.update(part.numbers[i] for i in whole)
+        self._counters.add(read_blocks_total=len(whole), read_bytes_total=len(whole) * size)
+        return whole
 
     def _drop(self, load: Load, part: Part, places: list[Place], bad: list[int], reason: Reason) -> None:
         """These blocks leave the index, and their keys fail."""

@@ -39,6 +39,20 @@ def test_blocks_are_copied_where_they_belong_and_summed_there() -> None:
     assert checksum.sums(memory, PAGE // 8, PAGE // 8, seeds).tolist() == found.tolist()
 
 
+def test_only_blocks_that_are_what_was_stored_are_copied() -> None:
+    memory, size = np.arange(4 * PAGE // 8, dtype=np.uint64), PAGE - 100
+    seeds = checksum.seeds(b"n" * 32, [b"one", b"two", b"three"])
+    wanted = checksum.sums(memory, PAGE // 8, PAGE // 8, seeds)
+    memory[2 * PAGE // 8 + 7] ^= np.uint64(1)
+    targets = [np.zeros(PAGE, np.uint8) for _ in range(3)]
+    # The last one could not be read: it has no target.
+    addresses = np.array([targets[0].ctypes.data, targets[1].ctypes.data, 0], np.uint64)
+    good = checksum.check_and_copy(memory, PAGE // 8, PAGE // 8, seeds, wanted, addresses, size)
+    assert good.tolist() == [True, False, False]
+    assert targets[0].tobytes() == memory.tobytes()[PAGE : PAGE + size] + bytes(100)
+    assert not targets[1].any() and not targets[2].any()
+
+
 def test_the_same_bytes_under_another_key_or_namespace_have_another_sum() -> None:
     keys = [b"h" * 32 + bytes([0, 0, 0, group]) for group in range(4)]
     seeds = [int(seed) for name in (b"a" * 32, b"b" * 32) for seed in checksum.seeds(name, keys)]
