@@ -88,6 +88,7 @@ def test_a_killed_prefill_worker_leaves_within_its_lease_and_serves_again_after_
     assert computed(prefill) > BLOCK
 
 
+@pytest.mark.slow
 def test_without_a_decode_worker_the_router_says_so_and_recovers(cluster: LocalCluster, router: Endpoint) -> None:
     prefill, decode = cluster.worker("prefill-0"), cluster.worker("decode-0")
     wanted = router.ask(question("decode")).text
