@@ -54,7 +54,7 @@ test-e2e: install ## Run the tests on real vLLM servers
 test-contract: install ## Check what is used of vLLM against a release's source: VLLM=0.33.0
 	$(PY) -m tests.contract --vllm $(VLLM)
 
-test-slow: install ## Run the tests that are left out of `make test` for time (half an hour)
+test-slow: install ## Run the tests that are left out of `make test` for time (an hour)
 	$(PY) -m pytest -m slow --ignore=tests/faults $(PYTEST_ARGS)
 
 test-churn: install ## Ten million blocks stored and evicted: memory must stay flat (ten minutes)
