@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from vllm_pd.kv_offload import byte_copy
 from vllm_pd.kv_offload.block_io.base import BlockIO
 from vllm_pd.kv_offload.segments import checksum, folder
 from vllm_pd.kv_offload.segments.adopt import Adoption
@@ -78,7 +77,6 @@ class SegmentStore:
         )
         # Machine code for the threads' loops is made now: compiling in one of them would hold up the engine.
         checksum.prepare()
-        byte_copy.compiled()
 
     def start(self) -> None:
         """Start the threads. What earlier runs left is found by and by: see `take_changes`."""
