@@ -33,5 +33,9 @@ class ActuatorError(PDError):
     """What was to carry out a planner's action did not answer; what came of it is not known."""
 
 
+class DeposedError(PDError):
+    """A planner that wants to act does not lead, or cannot be sure that it does; nothing was begun."""
+
+
 class GraphError(PDError):
     """A cluster of a graph file cannot be started, found or changed as asked; the message says what to do."""

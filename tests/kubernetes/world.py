@@ -14,6 +14,7 @@ from tests.kubernetes.controllers import is_active
 from tests.kubernetes.objects import Object
 from vllm_pd.planner.actuators.kubernetes import KubernetesActuator
 from vllm_pd.planner.actuators.kubernetes_client import OfficialCluster, selector_for
+from vllm_pd.planner.mandate import ANYBODY, Mandate
 from vllm_pd.state import Epoch, PoolId, PoolSpec, Role, WorkerId, WorkerRecord
 from vllm_pd.state.memory_registry import MemoryRegistry
 from vllm_pd.state.memory_store import MemoryStore
@@ -68,7 +69,7 @@ class KubernetesWorld:
         server.controllers.on_stop = self._stopped
         self.actuator = self.open()
 
-    def open(self) -> KubernetesActuator:
+    def open(self, mandate: Mandate = ANYBODY) -> KubernetesActuator:
         """An actuator with connections of its own."""
         settings = client.Configuration()
         settings.host = self.server.url
@@ -80,7 +81,7 @@ class KubernetesWorld:
             selector = selector_for(STORE_NAMESPACE)
             return OfficialCluster(settings, self.server.namespace, selector=selector, deadline_s=self.deadline_s / 2)
 
-        self._opened.append(KubernetesActuator(cluster, self.registry, deadline_s=self.deadline_s))
+        self._opened.append(KubernetesActuator(cluster, self.registry, deadline_s=self.deadline_s, mandate=mandate))
         return self._opened[-1]
 
     def forget_others(self) -> None:

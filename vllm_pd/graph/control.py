@@ -33,11 +33,21 @@ class Scale(msgspec.Struct, frozen=True, tag="scale", tag_field="do"):
     count: int
 
 
+class InTheNameOf(msgspec.Struct, frozen=True):
+    """The leadership in which a planner asks. What comes from an older one than the newest that was seen is refused."""
+
+    pool: str
+    term: int
+    """Only grows."""
+
+
 class Add(msgspec.Struct, frozen=True, tag="add", tag_field="do"):
     """So many more instances of a component are wanted from now on."""
 
     component: str
     count: int
+    by: InTheNameOf | None = None
+    """None: a person asks."""
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag="give_up", tag_field="do"):
@@ -45,12 +55,14 @@ class GiveUp(msgspec.Struct, frozen=True, tag="give_up", tag_field="do"):
 
     component: str
     count: int
+    by: InTheNameOf | None = None
 
 
 class Remove(msgspec.Struct, frozen=True, tag="remove", tag_field="do"):
     """End one instance, and want one less of its component. Named by its name, or as `HOST:PORT` of its URL."""
 
     instance: str
+    by: InTheNameOf | None = None
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart", tag_field="do"):
@@ -75,6 +87,8 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     detail: str = ""
     is_setting: bool = False
     """Whether what was refused is a mistake in what was asked for, and not the state of things."""
+    is_deposed: bool = False
+    """Whether it was refused because a planner of a later leadership has asked already."""
     status: GraphStatus | None = None
 
 

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from types import TracebackType
 
-from vllm_pd.errors import PDError
+from vllm_pd.errors import DeposedError, PDError
 from vllm_pd.graph import control
-from vllm_pd.graph.control import AskStatus, Reply, Request
+from vllm_pd.graph.control import AskStatus, InTheNameOf, Reply, Request
 from vllm_pd.graph.runs import RunFolder
 from vllm_pd.graph.supervisor import Supervisor
 
@@ -30,6 +30,8 @@ class ControlServer:
         self._supervisor = supervisor
         self._stop = stop
         self._server: asyncio.Server | None = None
+        self._terms: dict[str, int] = {}
+        """By pool, of the newest planner that has asked for something."""
 
     async def __aenter__(self) -> ControlServer:
         self._path.unlink(missing_ok=True)
@@ -63,7 +65,12 @@ class ControlServer:
         try:
             return self._do(control.decode_request(line))
         except PDError as e:
-            return Reply(ok=False, detail=str(e), is_setting=isinstance(e, ValueError))
+            return Reply(
+                ok=False,
+                detail=str(e),
+                is_setting=isinstance(e, ValueError),
+                is_deposed=isinstance(e, DeposedError),
+            )
 
     def _do(self, request: Request) -> Reply:
         supervisor = self._supervisor
@@ -72,11 +79,14 @@ class ControlServer:
                 return Reply(ok=True, status=supervisor.status())
             case control.Scale(component, count):
                 return Reply(ok=True, detail=supervisor.scale(component, count))
-            case control.Add(component, count):
+            case control.Add(component, count, by):
+                self._admit(by)
                 return Reply(ok=True, detail=supervisor.add(component, count))
-            case control.GiveUp(component, count):
+            case control.GiveUp(component, count, by):
+                self._admit(by)
                 return Reply(ok=True, detail=supervisor.give_up(component, count))
-            case control.Remove(instance):
+            case control.Remove(instance, by):
+                self._admit(by)
                 return Reply(ok=True, detail=supervisor.remove(instance))
             case control.Restart(name):
                 return Reply(ok=True, detail=supervisor.restart(name))
@@ -85,3 +95,12 @@ class ControlServer:
                     supervisor.hurry.set()
                 self._stop.set()
                 return Reply(ok=True, detail="Everything is being ended.")
+
+    def _admit(self, by: InTheNameOf | None) -> None:
+        """Raises DeposedError for a planner of an older leadership than the newest that was here."""
+        if by is None:
+            return
+        newest = self._terms.get(by.pool, 0)
+        if by.term < newest:
+            raise DeposedError(f"A planner of a later leadership of pool {by.pool} has asked already.")
+        self._terms[by.pool] = by.term

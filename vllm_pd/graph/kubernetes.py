@@ -404,14 +404,13 @@ def _planner(graph: Graph, planner: Planner, store: Store, options: KubernetesOp
 def rules(graph: Graph, *, scales: bool) -> list[dict[str, Any]]:
     """What the planner may do: see workloads and pods, label pods, and scale this graph's workloads if it is to."""
     names = [parts.name_of(graph, workers) for workers in graph.planned]
-    scale = {
-        "apiGroups": ["apps"],
-        "resources": ["deployments/scale"],
-        "resourceNames": names,
-        "verbs": ["get", "update"],
-    }
+    scale = [
+        {"apiGroups": ["apps"], "resources": [what], "resourceNames": names, "verbs": verbs}
+        # Its leadership is written on the Deployment itself, so that none of an older one scales it any more.
+        for what, verbs in (("deployments", ["get", "patch"]), ("deployments/scale", ["update"]))
+    ]
     return [
         {"apiGroups": ["apps"], "resources": ["deployments", "statefulsets"], "verbs": ["list"]},
-        *([scale] if scales else []),
+        *(scale if scales else []),
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]},
     ]

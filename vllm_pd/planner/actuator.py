@@ -23,6 +23,9 @@ class Actuator(Protocol):
     """Carries out actions. Every method has a deadline of its own, and raises `ActuatorError` when it cannot tell what
     came of it; one that was refused is an `Outcome` that is not ok. Nothing here waits until a worker has moved or
     come up: the next observation shows it.
+
+    Just before each single thing that `act` and `give_up` begin they have the planner's leadership confirmed (see
+    `mandate`), and raise `DeposedError` when it is not.
     """
 
     @property

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from vllm_pd.errors import StoreError
+from vllm_pd.errors import DeposedError, StoreError
 from vllm_pd.state.base import PoolId
 from vllm_pd.state.planner_board import Leader, PlannerBoard
 
@@ -51,6 +51,8 @@ class _Pool:
     """The store's time in seconds, and ours when it was asked."""
     lost_s: float | None = None
     """When it was seen that the store had forgotten a leadership of ours."""
+    acts_in: int = 0
+    """Term in which what is begun now was decided; 0 for none."""
 
 
 class Leadership:
@@ -90,10 +92,36 @@ class Leadership:
         kept = self._pools.get(pool)
         return kept is not None and kept.led is not None and kept.led.ends_s > self._clock()
 
+    def act_in(self, pool: PoolId, term: int) -> None:
+        """What is begun for a pool from now on was decided in this term, and must not be begun in another."""
+        self._pools.setdefault(pool, _Pool()).acts_in = term
+
     def term(self, pool: PoolId) -> int:
-        """Number of the newest leadership of a pool that this planner knows to be its own; 0 for none."""
+        """Number of the leadership in which what is begun now was decided; 0 for none. See `mandate.Mandate`."""
         kept = self._pools.get(pool)
-        return kept.led.term if kept is not None and kept.led is not None else 0
+        return kept.acts_in if kept is not None else 0
+
+    async def confirm(self, pool: PoolId) -> int:
+        """`term`, once the store has said that it is still that of the leader. Waits a part of a lease at most.
+
+        Raises:
+            DeposedError: it is not, or the store did not say.
+        """
+        term, led, asked_s = self.term(pool), self.led(pool), self._clock()
+        if not term or led is None or led.term != term:
+            raise DeposedError("This planner does not lead any more, or cannot be sure that it does.")
+        try:
+            async with asyncio.timeout(self._lease_s / _PARTS):
+                leader = await self._board.leader(pool)
+        except (StoreError, TimeoutError) as e:
+            why = str(e) or "it took too long"
+            raise DeposedError(f"Whether this planner still leads could not be asked: {why}") from None
+        if leader is None or (leader.planner, leader.term) != (self.planner, term):
+            raise DeposedError(f"{leader.planner if leader else 'Nobody'} leads pool {pool} by now.")
+        # It may have stood still since it asked.
+        if leader.left_ms / 1000 - (self._clock() - asked_s) <= _LAST_PART * self._lease_s:
+            raise DeposedError("The leadership of this planner is about to end, so nothing is begun.")
+        return term
 
     def other(self, pool: PoolId) -> str:
         """Who else led the pool when the store was last asked; "" for nobody."""

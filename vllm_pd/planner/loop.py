@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_pd.background import end_tasks
-from vllm_pd.errors import ActuatorError, StoreError
+from vllm_pd.errors import ActuatorError, DeposedError, StoreError
 from vllm_pd.planner.actuator import Actuator
 from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.journal import Journal, Step, begin_step, decode_steps, encode_step, kind_of, with_outcome
@@ -229,6 +229,7 @@ class PlannerLoop:
         self, pool: PoolId, led: Led, plan: Plan, view: PoolView, step: Step, memory: Memory
     ) -> tuple[Step, Memory]:
         roles = _roles_about(plan, view)
+        self._leadership.act_in(pool, led.term)
         for index, action in enumerate((*plan.give_up, *plan.actions)):
             did, detail = await self._begin(pool, led, action)
             step = with_outcome(step, index, did, detail)
@@ -252,6 +253,8 @@ class PlannerLoop:
                 outcome = await self._actuator.give_up(pool, action.role, action.count)
             else:
                 outcome = await self._actuator.act(pool, action)
+        except DeposedError as e:
+            return Did.LOST, str(e)
         except ActuatorError as e:
             return Did.UNKNOWN, str(e)
         except Exception as e:

@@ -93,7 +93,7 @@ class PlannerService:
                 move_timeout_s=settings.move_timeout,
                 deadline_s=settings.actuator_timeout,
                 webhook_token=settings.webhook_token,
-                term=leadership.term,
+                mandate=leadership,
             )
             actuator = Actuators([open_actuator(name, context) for name in settings.actuators])
         self._actuator = actuator

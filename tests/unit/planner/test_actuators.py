@@ -264,7 +264,7 @@ class TestPrograms:
         assert (await actuator.act(POOL.id, ADD)).ok
         assert (tmp_path / "words").read_text() == "--cluster a b add decode 2\n"
         told = json.loads((tmp_path / "told").read_text())
-        assert told == {"action": "add", "role": "decode", "count": 2, "why": ADD.why, "pool": POOL.id}
+        assert told == {"action": "add", "role": "decode", "count": 2, "why": ADD.why, "pool": POOL.id, "term": 0}
 
     async def test_it_may_refuse_and_say_why(self, tmp_path: Path) -> None:
         command = script(tmp_path, "echo working >&2; echo 'The quota is used up.' >&2; exit 3")
@@ -341,7 +341,8 @@ async def test_roles_are_asked_for_in_the_name_of_the_leadership_in_which_it_was
     board = MemoryPlannerBoard("test", world.store)
     leadership = Leadership(board, "one", 15.0)
     await leadership.stand(POOL.id)
-    context = ActuatorContext("", "test", world.registry, world.roles, 30.0, 5.0, term=leadership.term)
+    leadership.act_in(POOL.id, (await board.lead(POOL.id, "one", 15_000)).term)
+    context = ActuatorContext("", "test", world.registry, world.roles, 30.0, 5.0, mandate=leadership)
     actuator = open_actuator("roles", context)
     (id, (epoch, _)), (other, (other_epoch, _)) = list(WORKERS.items())[1:3]
     assert (await actuator.act(POOL.id, MoveAction(id, epoch, Role.DECODE, WHY))).ok

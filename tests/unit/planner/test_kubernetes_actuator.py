@@ -17,18 +17,19 @@ from tests.conformance.actuator import WHY, ActuatorConformance, one_of, startin
 from tests.conformance.registry import OTHER_POOL, POOL
 from tests.kubernetes.api_server import ApiServer
 from tests.kubernetes.world import LEASE_MS, STORE_NAMESPACE, KubernetesWorld, workload
-from vllm_pd.errors import ActuatorError, SettingsError
+from vllm_pd.errors import ActuatorError, DeposedError, SettingsError
 from vllm_pd.planner.actuators import kubernetes
 from vllm_pd.planner.actuators.context import ActuatorContext
-from vllm_pd.planner.actuators.kubernetes_model import DELETION_COST, HOLD, LEAVING, MAX, MIN, MODEL, ROLE
+from vllm_pd.planner.actuators.kubernetes_model import DELETION_COST, HOLD, LEAVING, MAX, MIN, MODEL, ROLE, TERM
 from vllm_pd.planner.actuators.kubernetes_model import POOL as POOL_NAME
 from vllm_pd.planner.model import AddAction, RemoveAction
-from vllm_pd.state import Epoch, Role, WorkerId
+from vllm_pd.state import Epoch, PoolId, Role, WorkerId
 from vllm_pd.state.memory_roles import MemoryRoles
 
 RULES = [
     {"apiGroups": ["apps"], "resources": ["deployments", "statefulsets"], "verbs": ["list"]},
-    {"apiGroups": ["apps"], "resources": ["deployments/scale", "statefulsets/scale"], "verbs": ["get", "update"]},
+    {"apiGroups": ["apps"], "resources": ["deployments", "statefulsets"], "verbs": ["get", "patch"]},
+    {"apiGroups": ["apps"], "resources": ["deployments/scale", "statefulsets/scale"], "verbs": ["update"]},
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]},
 ]
 
@@ -171,7 +172,7 @@ class TestWhatCanGoWrong:
             ("list", "pods", "pods"),
             ("list", "deployments", "deployments.apps"),
             ("list", "statefulsets", "statefulsets.apps"),
-            ("get", "deployments/scale", "deployments.apps/scale"),
+            ("get", "deployments", "deployments.apps"),
             ("update", "deployments/scale", "deployments.apps/scale"),
             ("patch", "pods", "pods"),
         ],
@@ -336,6 +337,86 @@ class TestWhatCanGoWrong:
         assert outcome.ok
         assert "from 3 to 5" in outcome.detail
         assert await world.asked_for(Role.DECODE) == 5
+
+
+class As:
+    """A leadership that the store confirms until it is `over`."""
+
+    def __init__(self, term: int) -> None:
+        self._term = term
+        self.over = False
+
+    def term(self, pool: PoolId) -> int:
+        return self._term
+
+    async def confirm(self, pool: PoolId) -> int:
+        if self.over:
+            raise DeposedError("Another planner leads.")
+        return self._term
+
+
+class TestLeaderships:
+    async def test_once_a_planner_has_scaled_none_of_an_older_leadership_does(self, world: KubernetesWorld) -> None:
+        older, newer = world.open(As(7)), world.open(As(8))
+        assert (await older.act(world.pool, AddAction(Role.DECODE, 1, WHY))).ok
+        assert (await newer.act(world.pool, AddAction(Role.DECODE, 1, WHY))).ok
+        await world.settle()
+        with pytest.raises(DeposedError, match=f"later leadership.*remove its annotation {TERM}"):
+            await older.act(world.pool, AddAction(Role.DECODE, 1, WHY))
+        with pytest.raises(DeposedError):
+            await older.act(world.pool, await removal(world))
+        assert (await newer.act(world.pool, AddAction(Role.DECODE, 1, WHY))).ok
+        assert await world.asked_for(Role.DECODE) == 6
+        assert not any(LEAVING in pod["metadata"]["labels"] for pod in world.pods())
+
+    async def test_one_that_stood_still_before_it_wrote_is_refused_by_the_version(self, world: KubernetesWorld) -> None:
+        older, newer = world.open(As(7)), world.open(As(8))
+        assert (await older.act(world.pool, AddAction(Role.DECODE, 1, WHY))).ok
+        await world.settle()
+        action = await removal(world)
+
+        def meanwhile(verb: str, resource: str) -> None:
+            if (verb, resource) == ("update", "deployments/scale"):
+                world.server.before = lambda verb, resource: None
+                # As another one writes it, before it scales.
+                written = {"metadata": {"annotations": {TERM: f"{POOL.id}/8"}}}
+                world.server.objects.patch("Deployment", "llm", "decode", written)
+
+        world.server.before = meanwhile
+        with pytest.raises(DeposedError, match="later leadership"):
+            await older.act(world.pool, action)
+        assert await world.asked_for(Role.DECODE) == 4
+        # Whose choice of a pod the mark is by now, the older one does not know: the newer one clears it.
+        assert (await newer.act(world.pool, await removal(world))).ok
+        assert sum(LEAVING in pod["metadata"]["labels"] for pod in world.pods()) == 0
+
+    async def test_one_that_learns_that_it_was_replaced_writes_nothing(self, world: KubernetesWorld) -> None:
+        mandate = As(7)
+        actuator = world.open(mandate)
+        assert (await actuator.act(world.pool, AddAction(Role.DECODE, 1, WHY))).ok
+        await world.settle()
+        mandate.over, asked = True, len(world.server.asked)
+        for action in (AddAction(Role.DECODE, 1, WHY), await removal(world)):
+            with pytest.raises(DeposedError, match="Another planner leads"):
+                await actuator.act(world.pool, action)
+        assert {verb for verb, _ in world.server.asked[asked:]} <= {"list", "get"}
+
+    async def test_leaderships_of_other_pools_are_not_compared(self, world: KubernetesWorld) -> None:
+        assert (await world.open(As(8)).act(world.pool, AddAction(Role.DECODE, 1, WHY))).ok
+        found = world.server.objects.get("Deployment", "llm", "decode")
+        assert found["metadata"]["annotations"][TERM] == f"{POOL.id}/8"
+        found["metadata"]["annotations"][TERM] = f"{OTHER_POOL.id}/9"
+        assert (await world.open(As(7)).act(world.pool, AddAction(Role.DECODE, 1, WHY))).ok
+
+    async def test_a_missing_right_to_write_it_is_named(self, world: KubernetesWorld) -> None:
+        world.server.rules = [
+            rule | {"verbs": [verb for verb in rule["verbs"] if rule["resources"][0] == "pods" or verb != "patch"]}
+            for rule in RULES
+        ]
+        outcome = await world.open(As(7)).act(world.pool, AddAction(Role.DECODE, 1, WHY))
+        assert not outcome.ok
+        assert "the verb patch on deployments.apps" in outcome.detail
+        assert await world.asked_for(Role.DECODE) == 3
 
 
 class TestWhatPeopleSay:

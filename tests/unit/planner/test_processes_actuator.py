@@ -14,7 +14,7 @@ import pytest
 from tests.conformance.actuator import DEADLINE_S, WHY, ActuatorConformance
 from tests.conformance.registry import POOL
 from tests.unit.graph.programs import write_programs
-from vllm_pd.errors import SettingsError
+from vllm_pd.errors import DeposedError, SettingsError
 from vllm_pd.graph.check import check
 from vllm_pd.graph.control_server import ControlServer
 from vllm_pd.graph.machine import Machine
@@ -32,6 +32,19 @@ from vllm_pd.state.memory_roles import MemoryRoles
 
 LEASE_MS = 600_000
 START_S = 200.0
+
+
+class As:
+    """A leadership that the store confirms."""
+
+    def __init__(self, term: int) -> None:
+        self._term = term
+
+    def term(self, pool: PoolId) -> int:
+        return self._term
+
+    async def confirm(self, pool: PoolId) -> int:
+        return self._term
 
 
 class SupervisedWorld:
@@ -127,6 +140,24 @@ async def test_a_planner_starts_and_ends_only_workers_of_what_it_is_linked_to(wo
     assert not refused.ok and "is of prefill, which the planner of the graph is not linked to" in refused.detail
     assert (await actuator.act(world.pool, RemoveAction(*of[Role.DECODE], WHY))).ok
     assert await world.asked_for(Role.PREFILL) == 2
+
+
+async def test_a_planner_of_an_older_leadership_starts_and_ends_nothing(world: SupervisedWorld) -> None:
+    older, newer = (
+        ProcessesActuator(world.folder, world.registry, deadline_s=DEADLINE_S, mandate=As(term)) for term in (7, 8)
+    )
+    of = {role: (id, epoch) for id, (epoch, role) in (await world.workers()).items()}
+    assert (await older.act(world.pool, RemoveAction(*of[Role.DECODE], WHY))).ok
+    await world.hold_starts()
+    assert (await newer.act(world.pool, AddAction(Role.PREFILL, 1, WHY))).ok
+    for asked in (
+        older.act(world.pool, AddAction(Role.PREFILL, 1, WHY)),
+        older.act(world.pool, RemoveAction(*of[Role.PREFILL], WHY)),
+        older.give_up(world.pool, Role.PREFILL, 1),
+    ):
+        with pytest.raises(DeposedError, match="later leadership"):
+            await asked
+    assert await world.asked_for(Role.PREFILL) == 3
 
 
 async def test_a_planner_of_a_graph_knows_its_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

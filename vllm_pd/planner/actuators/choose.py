@@ -50,7 +50,7 @@ def open_actuator(text: str, context: ActuatorContext) -> Actuator:
     except ValueError as e:
         raise SettingsError(f"--actuator {e}.") from None
     if name == ROLES:
-        return RoleLabels(context.registry, context.roles, timeout_s=context.move_timeout_s, term=context.term)
+        return RoleLabels(context.registry, context.roles, timeout_s=context.move_timeout_s, mandate=context.mandate)
     module = import_module(f"vllm_pd.planner.actuators.{_MODULES[name]}")
     opened: Actuator = module.open_actuator(argument.strip(), context)
     return opened

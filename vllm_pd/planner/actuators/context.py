@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_pd.state.base import PoolId, Registry
+from vllm_pd.planner.mandate import ANYBODY, Mandate
+from vllm_pd.state.base import Registry
 from vllm_pd.state.roles import Roles
-
-
-def no_term(pool: PoolId) -> int:
-    """Of somebody who leads no pool."""
-    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,5 +23,5 @@ class ActuatorContext:
     deadline_s: float
     """Of one call of the actuator."""
     webhook_token: str = field(default="", repr=False)
-    term: Callable[[PoolId], int] = no_term
-    """Number of the planner's leadership of a pool: what it writes is fenced by that."""
+    mandate: Mandate = ANYBODY
+    """In whose name it acts."""

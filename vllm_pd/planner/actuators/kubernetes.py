@@ -6,7 +6,10 @@ lowest deletion cost first, and nothing is reduced while Kubernetes would still 
 any during a rollout. The pod then ends as every pod does: on SIGTERM its worker leaves the store, routers send it
 nothing more, and what it has begun finishes within the pod's grace period.
 
-Replicas are read and written with their version: what a person or another planner changes in between wins.
+Replicas are read and written with their version: what a person or another planner changes in between wins. Before a
+planner scales a workload it writes its leadership's number (its term) into an annotation of it, also with the version
+that it read, and gives way to a larger one. So once a planner has scaled a workload, none of an older leadership does,
+however long it stood still in between.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from vllm_pd.errors import ActuatorError, SettingsError, StoreError
+from vllm_pd.errors import ActuatorError, DeposedError, SettingsError, StoreError
 from vllm_pd.planner.actuator import Outcome
 from vllm_pd.planner.actuators import kubernetes_model as model
 from vllm_pd.planner.actuators.context import ActuatorContext
 from vllm_pd.planner.actuators.known_start import another_start
-from vllm_pd.planner.actuators.kubernetes_cluster import Cluster, Conflict, NotKnown, Refused, Scale, Unanswered
+from vllm_pd.planner.actuators.kubernetes_cluster import Cluster, Conflict, NotKnown, Refused, Unanswered
 from vllm_pd.planner.actuators.kubernetes_model import Pod, Seen, Workload
+from vllm_pd.planner.mandate import ANYBODY, Mandate
 from vllm_pd.planner.model import Action, AddAction, MoveAction, RemoveAction, StartView
 from vllm_pd.state.base import PoolId, Registry, Role, WorkerRecord
 
@@ -58,15 +62,24 @@ class KubernetesActuator:
         connect: gives the cluster, at the first use. Raises SettingsError, Refused or Unanswered.
         registry: where the workers are registered. Stays open.
         deadline_s: of one call of a method, seconds.
+        mandate: in whose name it acts.
     """
 
     name = "kubernetes"
 
-    def __init__(self, connect: Callable[[], Awaitable[Cluster]], registry: Registry, *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[Cluster]],
+        registry: Registry,
+        *,
+        deadline_s: float,
+        mandate: Mandate = ANYBODY,
+    ) -> None:
         self._connect = connect
         self._cluster: Cluster | None = None
         self._registry = registry
         self._deadline_s = deadline_s
+        self._mandate = mandate
         self._label_refusal = ""
 
     def can(self, action: Action) -> bool:
@@ -150,7 +163,7 @@ class KubernetesActuator:
                 raise Refused(_closed(workload))
             return min(replicas + action.count, workload.most)
 
-        before, after = await self._rescale(cluster, workload, more)
+        before, after = await self._rescale(cluster, pool, await self._claim(cluster, pool, workload), more)
         short = action.count - (after - before)
         limit = f" {short} fewer than asked for: {model.MAX} is {workload.most}." if short else ""
         return Outcome(True, f"{workload} goes from {before} to {after} replicas.{limit}")
@@ -173,9 +186,10 @@ class KubernetesActuator:
             raise Refused(_closed(workload))
         if why := model.obstacle(pod, workload, seen):
             raise Refused(f"{action.worker} stays for now: {why}.")
-        await self._clear_stale(cluster, workload, pod, seen)
-        scale = await cluster.scale(workload)
-        await self._mark(cluster, pod)
+        # Before pods are marked: of two planners only the newer one gets beyond this.
+        workload = await self._claim(cluster, pool, workload)
+        await self._clear_stale(cluster, pool, workload, pod, seen)
+        await self._mark(cluster, pool, pod)
 
         def one_less(replicas: int) -> int:
             if replicas <= workload.least:
@@ -183,7 +197,7 @@ class KubernetesActuator:
             return replicas - 1
 
         try:
-            before, after = await self._rescale(cluster, workload, one_less, scale)
+            before, after = await self._rescale(cluster, pool, workload, one_less)
         except _Changed as e:
             if e.now > e.before:
                 await self._unmark(cluster, pod)
@@ -225,9 +239,9 @@ class KubernetesActuator:
                 continue
             if workload.is_held:
                 raise Refused(_closed(workload))
-            scale = await cluster.scale(workload)
-            if scale.replicas != workload.replicas:
-                raise _Changed(workload, workload.replicas, scale.replicas)
+            claimed = await self._claim(cluster, pool, workload)
+            if claimed.replicas != workload.replicas:
+                raise _Changed(workload, workload.replicas, claimed.replicas)
             marked: list[Pod] = []
 
             def fewer(replicas: int, by: int = less) -> int:
@@ -236,9 +250,9 @@ class KubernetesActuator:
             try:
                 for pod in pods:
                     # One that comes up in this moment is still the one that goes.
-                    await self._mark(cluster, pod)
+                    await self._mark(cluster, pool, pod)
                     marked.append(pod)
-                before, after = await self._rescale(cluster, workload, fewer, scale)
+                before, after = await self._rescale(cluster, pool, claimed, fewer)
             except (Refused, Conflict):
                 # They stay, and must not be the first to go later.
                 for pod in marked:
@@ -248,41 +262,64 @@ class KubernetesActuator:
             count -= less
         return Outcome(True, " ".join(said) or f"No {role} worker is on its way any more.")
 
-    async def _rescale(
-        self, cluster: Cluster, workload: Workload, change: Change, scale: Scale | None = None
-    ) -> tuple[int, int]:
-        """Replicas before and after. `scale`: as just read.
+    async def _claim(self, cluster: Cluster, pool: PoolId, workload: Workload) -> Workload:
+        """The workload as it is now, with the planner's leadership written on it.
+
+        Raises:
+            DeposedError: a newer leadership is on it.
+        """
+        for _ in range(_WRITES):
+            now = await cluster.read(workload)
+            term, there = self._mandate.term(pool), now.term_of(pool)
+            if term and there > term:
+                raise DeposedError(
+                    f"{workload} was scaled in a later leadership of pool {pool} ({there}, this planner's is {term}); "
+                    f"if that was with a store of another clock, remove its annotation {model.TERM}."
+                )
+            if term == there or not term:
+                return now
+            await self._mandate.confirm(pool)
+            try:
+                return await cluster.annotate(now, {model.TERM: f"{pool}/{term}"})
+            except Conflict:
+                continue
+        raise _restless(workload)
+
+    async def _rescale(self, cluster: Cluster, pool: PoolId, workload: Workload, change: Change) -> tuple[int, int]:
+        """Replicas before and after. `workload`: as just claimed.
 
         Raises:
             Refused: `change` does not want it, or somebody else changed the replicas meanwhile.
+            DeposedError: another planner leads by now.
         """
-        scale = scale or await cluster.scale(workload)
-        before = scale.replicas
+        before = workload.replicas
         after = before
         for tried in range(_WRITES):
-            if tried and scale.replicas == after != before:
+            if tried and workload.replicas == after != before:
                 # By this write, whose answer was lost on the way, or by somebody who wants the same.
                 return before, after
-            if scale.replicas != before:
-                raise _Changed(workload, before, scale.replicas)
+            if workload.replicas != before:
+                raise _Changed(workload, before, workload.replicas)
             after = change(before)
+            await self._mandate.confirm(pool)
             try:
-                await cluster.set_scale(workload, after, scale.version)
+                await cluster.set_scale(workload, after)
                 return before, after
             except Conflict:
-                scale = await cluster.scale(workload)
-        raise Refused(f"{workload} changed {_WRITES} times while it was to be scaled; it is tried at the next step.")
+                workload = await self._claim(cluster, pool, workload)
+        raise _restless(workload)
 
-    async def _clear_stale(self, cluster: Cluster, workload: Workload, chosen: Pod, seen: Seen) -> None:
+    async def _clear_stale(self, cluster: Cluster, pool: PoolId, workload: Workload, chosen: Pod, seen: Seen) -> None:
         """A planner that ended between two steps may have left a mark on a pod that then stayed."""
         for pod in seen.of(workload):
             stale = model.LEAVING in pod.labels and not model.is_on_its_way(pod, workload, seen)
             if stale and pod.uid != chosen.uid:
+                await self._mandate.confirm(pool)
                 await self._unmark(cluster, pod)
 
-    @staticmethod
-    async def _mark(cluster: Cluster, pod: Pod) -> None:
+    async def _mark(self, cluster: Cluster, pool: PoolId, pod: Pod) -> None:
         """So that Kubernetes takes it first among those that are as ready as it is."""
+        await self._mandate.confirm(pool)
         cost = {model.DELETION_COST: model.LOWEST_COST}
         await cluster.mark(pod, labels={model.LEAVING: "true"}, annotations=cost)
 
@@ -309,6 +346,10 @@ class KubernetesActuator:
                 return
 
 
+def _restless(workload: Workload) -> Refused:
+    return Refused(f"{workload} changed {_WRITES} times while it was to be scaled; it is tried at the next step.")
+
+
 def _closed(workload: Workload) -> str:
     if workload.is_held:
         return f"{workload} is held by a person; remove its annotation {model.HOLD} to have it scaled."
@@ -332,4 +373,4 @@ def open_actuator(argument: str, context: ActuatorContext) -> KubernetesActuator
         # Several requests make one call of the actuator.
         return OfficialCluster(settings, namespace, selector=selector, deadline_s=context.deadline_s / 2)
 
-    return KubernetesActuator(cluster, context.registry, deadline_s=context.deadline_s)
+    return KubernetesActuator(cluster, context.registry, deadline_s=context.deadline_s, mandate=context.mandate)

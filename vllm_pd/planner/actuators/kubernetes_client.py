@@ -27,7 +27,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from pydantic import ValidationError
 
 from vllm_pd.errors import SettingsError
-from vllm_pd.planner.actuators.kubernetes_cluster import Conflict, NotKnown, Refused, Scale, Unanswered
+from vllm_pd.planner.actuators.kubernetes_cluster import Conflict, NotKnown, Refused, Unanswered
 from vllm_pd.planner.actuators.kubernetes_model import NAMESPACE, STARTS_AS, Kind, Pod, Seen, Workload
 from vllm_pd.state.base import Role
 
@@ -110,19 +110,32 @@ class OfficialCluster:
             _date(pods.headers),
         )
 
-    async def scale(self, workload: Workload) -> Scale:
+    async def read(self, workload: Workload) -> Workload:
         call = {
-            Kind.DEPLOYMENT: self._apps.read_namespaced_deployment_scale,
-            Kind.STATEFUL_SET: self._apps.read_namespaced_stateful_set_scale,
+            Kind.DEPLOYMENT: self._apps.read_namespaced_deployment,
+            Kind.STATEFUL_SET: self._apps.read_namespaced_stateful_set,
         }[workload.kind]
         found = await self._ask(
             lambda: call(workload.name, self.namespace, _request_timeout=self._deadline_s),
             "get",
-            f"{workload.kind.resource}.apps/scale",
+            f"{workload.kind.resource}.apps",
         )
-        return Scale(found.spec.replicas or 0, found.metadata.resource_version or "")
+        return _still(workload, found)
 
-    async def set_scale(self, workload: Workload, replicas: int, version: str) -> None:
+    async def annotate(self, workload: Workload, annotations: Mapping[str, str]) -> Workload:
+        call = {
+            Kind.DEPLOYMENT: self._apps.patch_namespaced_deployment,
+            Kind.STATEFUL_SET: self._apps.patch_namespaced_stateful_set,
+        }[workload.kind]
+        body = {"metadata": {"resourceVersion": workload.version, "annotations": dict(annotations)}}
+        found = await self._ask(
+            lambda: call(workload.name, self.namespace, body, _content_type=_MERGE, _request_timeout=self._deadline_s),
+            "patch",
+            f"{workload.kind.resource}.apps",
+        )
+        return _still(workload, found)
+
+    async def set_scale(self, workload: Workload, replicas: int) -> None:
         call = {
             Kind.DEPLOYMENT: self._apps.replace_namespaced_deployment_scale,
             Kind.STATEFUL_SET: self._apps.replace_namespaced_stateful_set_scale,
@@ -130,7 +143,9 @@ class OfficialCluster:
         body = client.V1Scale(
             api_version="autoscaling/v1",
             kind="Scale",
-            metadata=client.V1ObjectMeta(name=workload.name, namespace=self.namespace, resource_version=version),
+            metadata=client.V1ObjectMeta(
+                name=workload.name, namespace=self.namespace, resource_version=workload.version
+            ),
             spec=client.V1ScaleSpec(replicas=replicas),
         )
         await self._ask(
@@ -250,7 +265,16 @@ def _workload(kind: Kind, found: Any) -> Workload | None:
         spec.replicas if spec.replicas is not None else 1,
         dict(metadata.annotations or {}),
         (ordinals.start or 0) if ordinals is not None else 0,
+        metadata.resource_version or "",
     )
+
+
+def _still(before: Workload, found: Any) -> Workload:
+    """Raises Refused where it starts no workers any more."""
+    now = _workload(before.kind, found)
+    if now is None:
+        raise Refused(f"{before} has lost its label {STARTS_AS} meanwhile.")
+    return now
 
 
 def _pod(found: Any) -> Pod:

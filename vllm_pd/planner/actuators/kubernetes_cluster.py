@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_pd.errors import PDError
@@ -26,25 +25,20 @@ class Unanswered(PDError):
     """No answer came: whether anything was changed is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How many replicas a workload is to have, and the version of it in which that stands."""
-
-    replicas: int
-    version: str
-
-
 class Cluster(Protocol):
     """One namespace of a cluster. Every method raises `Refused` or `Unanswered`, and has a deadline of its own."""
 
     async def look(self) -> Seen:
         """The workloads and their pods."""
 
-    async def scale(self, workload: Workload) -> Scale:
-        """As it is now."""
+    async def read(self, workload: Workload) -> Workload:
+        """As it is now. Raises Refused also when it starts no workers any more."""
 
-    async def set_scale(self, workload: Workload, replicas: int, version: str) -> None:
-        """Change it if `version` is still the newest. Raises Conflict when it is not."""
+    async def annotate(self, workload: Workload, annotations: Mapping[str, str]) -> Workload:
+        """Set annotations if its `version` is still the newest; as it is then. Raises Conflict when it is not."""
+
+    async def set_scale(self, workload: Workload, replicas: int) -> None:
+        """Change its replicas if its `version` is still the newest. Raises Conflict when it is not."""
 
     async def mark(
         self, pod: Pod, *, labels: Mapping[str, str | None], annotations: Mapping[str, str | None] | None = None

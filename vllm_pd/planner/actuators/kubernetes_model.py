@@ -30,6 +30,8 @@ MIN, MAX = "vllm-pd/min-replicas", "vllm-pd/max-replicas"
 """Annotations of a workload: between how many it may be scaled by a planner."""
 HOLD = "vllm-pd/hold"
 """Annotation of a workload: a person scales it, and no planner does."""
+TERM = "vllm-pd/planner-term"
+"""Annotation of a workload: POOL/TERM, the pool and the leadership of the planner that scaled it last."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LOWEST_COST = "-1000000000"
 
@@ -62,6 +64,8 @@ class Workload:
     annotations: Mapping[str, str] = field(default_factory=dict)
     first_ordinal: int = 0
     """Of a StatefulSet."""
+    version: str = ""
+    """Of the object, in which all of this stands."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -81,6 +85,11 @@ class Workload:
     @property
     def most(self) -> int:
         return _whole(self.annotations.get(MAX), 1 << 30)
+
+    def term_of(self, pool: PoolId) -> int:
+        """The leadership of this pool in which it was scaled last; 0 if it was not, or for another pool."""
+        named, _, term = self.annotations.get(TERM, "").partition("/")
+        return _whole(term, 0) if named == pool else 0
 
     def owns(self, pod: Pod) -> bool:
         return bool(self.selector) and self.selector.items() <= pod.labels.items()

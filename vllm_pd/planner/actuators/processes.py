@@ -6,15 +6,16 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from vllm_pd.errors import ActuatorError, GraphError, SettingsError, StoreError
+from vllm_pd.errors import ActuatorError, DeposedError, GraphError, SettingsError, StoreError
 from vllm_pd.graph import control, runs
-from vllm_pd.graph.control import Add, AskStatus, GiveUp, Remove, Reply, Request
+from vllm_pd.graph.control import Add, AskStatus, GiveUp, InTheNameOf, Remove, Reply, Request
 from vllm_pd.graph.model import Kind
 from vllm_pd.graph.runs import RunFolder
 from vllm_pd.graph.status import ComponentStatus, GraphStatus, InstanceStatus, Phase
 from vllm_pd.planner.actuator import Outcome
 from vllm_pd.planner.actuators.context import ActuatorContext
 from vllm_pd.planner.actuators.known_start import another_start
+from vllm_pd.planner.mandate import ANYBODY, Mandate
 from vllm_pd.planner.model import Action, AddAction, MoveAction, RemoveAction, StartView
 from vllm_pd.state.base import PoolId, Registry, Role
 
@@ -31,17 +32,25 @@ class ProcessesActuator:
         registry: where the workers of a pool are found. Stays open.
         deadline_s: of one call, seconds.
         planned: names of the components whose workers it may start and end; empty for all.
+        mandate: in whose name it acts; the supervisor refuses an older leadership than it has seen.
     """
 
     name = "processes"
 
     def __init__(
-        self, folder: RunFolder, registry: Registry, *, deadline_s: float = 30.0, planned: Collection[str] = ()
+        self,
+        folder: RunFolder,
+        registry: Registry,
+        *,
+        deadline_s: float = 30.0,
+        planned: Collection[str] = (),
+        mandate: Mandate = ANYBODY,
     ) -> None:
         self._folder = folder
         self._registry = registry
         self._deadline_s = deadline_s
         self._planned = frozenset(planned)
+        self._mandate = mandate
 
     def can(self, action: Action) -> bool:
         return isinstance(action, AddAction | RemoveAction)
@@ -58,11 +67,12 @@ class ProcessesActuator:
                     )
                 # Where there are several, one that has room; where none has, the answer says so.
                 fitting = [c for c in components if c.wanted + action.count <= c.max]
-                return await self._do(Add((fitting or components)[0].name, action.count))
+                by = await self._confirmed(pool)
+                return await self._do(Add((fitting or components)[0].name, action.count, by))
             case RemoveAction():
                 if (refused := await another_start(self._registry, pool, action)) is not None:
                     return refused
-                return await self._remove(action)
+                return await self._remove(pool, action)
             case MoveAction():
                 return Outcome(False, "A supervisor starts and ends workers; roles are moved by the actuator roles.")
 
@@ -81,7 +91,8 @@ class ProcessesActuator:
         for component in await self._components(pool, role):
             waited = sum(i.phase not in _UP and i.phase not in _GOING for i in _members(status, component))
             if count > 0 and waited:
-                outcome = await self._do(GiveUp(component.name, min(count, waited)))
+                by = await self._confirmed(pool)
+                outcome = await self._do(GiveUp(component.name, min(count, waited), by))
                 if not outcome.ok:
                     return outcome
                 count -= min(count, waited)
@@ -90,12 +101,16 @@ class ProcessesActuator:
     async def close(self) -> None:
         """Every question is a connection of its own: nothing is held."""
 
-    async def _remove(self, action: RemoveAction) -> Outcome:
+    async def _confirmed(self, pool: PoolId) -> InTheNameOf | None:
+        term = await self._mandate.confirm(pool)
+        return InTheNameOf(pool, term) if term else None
+
+    async def _remove(self, pool: PoolId, action: RemoveAction) -> Outcome:
         status = await self._status()
         owner = next((i.component for i in status.instances if i.url.partition("://")[2] == action.worker), "")
         if owner and not self._may(owner):
             return Outcome(False, f"{action.worker} is of {owner}, which the planner of the graph is not linked to.")
-        return await self._do(Remove(action.worker))
+        return await self._do(Remove(action.worker, await self._confirmed(pool)))
 
     async def _components(self, pool: PoolId, role: Role) -> list[ComponentStatus]:
         return [c for c in await self._of_pool(pool, await self._status()) if _ROLES[c.kind] is role]
@@ -124,6 +139,8 @@ class ProcessesActuator:
 
     async def _do(self, request: Request) -> Outcome:
         reply = await self._ask(request)
+        if reply.is_deposed:
+            raise DeposedError(reply.detail)
         return Outcome(reply.ok, reply.detail)
 
     async def _ask(self, request: Request) -> Reply:
@@ -147,6 +164,7 @@ def open_actuator(argument: str, context: ActuatorContext) -> ProcessesActuator:
         context.registry,
         deadline_s=context.deadline_s,
         planned=[name for name in planned.split(",") if name],
+        mandate=context.mandate,
     )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -61,8 +61,13 @@ class Programs:
         self._heard: dict[asyncio.SubprocessTransport, _Program] = {}
         """Those that have ended and whose output somebody still has."""
 
-    async def run(self, command: Sequence[str], given: bytes, deadline_s: float) -> Ended:
+    async def run(
+        self, command: Sequence[str], given: bytes, deadline_s: float, *, env: Mapping[str, str] | None = None
+    ) -> Ended:
         """Run it to its end.
+
+        Args:
+            env: variables that it gets beside those of this process.
 
         Raises:
             OSError: it cannot be run.
@@ -74,7 +79,7 @@ class Programs:
                 transport.close()
         # A group of its own, so that what it starts and waits for ends with it at the deadline.
         transport, program = await asyncio.get_running_loop().subprocess_exec(
-            _Program, *command, start_new_session=True
+            _Program, *command, start_new_session=True, env={**os.environ, **(env or {})}
         )
         self._heard[transport] = program
         try:

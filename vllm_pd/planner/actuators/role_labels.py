@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vllm_pd.errors import ActuatorError, StoreError
 from vllm_pd.planner.actuator import Outcome
-from vllm_pd.planner.actuators.context import no_term
+from vllm_pd.planner.mandate import ANYBODY, Mandate
 from vllm_pd.planner.model import PLANNER, Action, MoveAction, StartView
 from vllm_pd.roles import request_move
 from vllm_pd.state.base import PoolId, Registry, Role
@@ -19,7 +19,7 @@ class RoleLabels:
     Args:
         registry, roles: of the store where the workers are registered. Both stay open.
         timeout_s: how long a worker may take before it goes on in the role that it had; 0: as long as usual.
-        term: of the planner's leadership of a pool: once another one leads, the store refuses what this one asks for.
+        mandate: in whose name it asks: once another planner leads, the store refuses what this one asks for.
     """
 
     name = "roles"
@@ -30,12 +30,12 @@ class RoleLabels:
         roles: Roles,
         *,
         timeout_s: float = 0.0,
-        term: Callable[[PoolId], int] = no_term,
+        mandate: Mandate = ANYBODY,
     ) -> None:
         self._registry = registry
         self._roles = roles
         self._timeout_s = timeout_s
-        self._term = term
+        self._mandate = mandate
 
     def can(self, action: Action) -> bool:
         return isinstance(action, MoveAction)
@@ -50,7 +50,7 @@ class RoleLabels:
                 action.worker,
                 action.to,
                 by=PLANNER,
-                term=self._term(pool),
+                term=self._mandate.term(pool),
                 epoch=action.epoch,
                 timeout_s=self._timeout_s,
             )
