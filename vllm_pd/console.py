@@ -162,13 +162,18 @@ def add_pool_action(
 
 
 def for_each_pool(
-    args: argparse.Namespace, opened: Callable[..., _Opened], call: Callable[[_Opened, Pool], Awaitable[_Found]]
+    args: argparse.Namespace,
+    opened: Callable[..., _Opened],
+    call: Callable[[_Opened, Pool], Awaitable[_Found]],
+    *,
+    more: Callable[[_Opened], Awaitable[Sequence[PoolId]]] | None = None,
 ) -> list[tuple[Pool, _Found]]:
     """The result of a call for each pool that the command is about; where there is none, stderr says so.
 
     Args:
         args: has the flags of `add_pool_action`.
         opened: a function of `state.open_registry`; what it makes goes into the call.
+        more: which pools there are beside those of live workers.
 
     Raises:
         SettingsError: see `store_settings`.
@@ -180,7 +185,8 @@ def for_each_pool(
         registry = open_registry(settings.store, settings.namespace, timeout_s=_TIMEOUT_S)
         client = opened(settings.store, settings.namespace, timeout_s=_TIMEOUT_S)
         try:
-            pools = _pools_of((await registry.snapshot()).workers, args.pool)
+            named = [args.pool] if args.pool is not None else await more(client) if more is not None else []
+            pools = _pools_of((await registry.snapshot()).workers, args.pool, named)
             return [(pool, await call(client, pool)) for pool in pools]
         finally:
             await registry.close()
@@ -193,9 +199,9 @@ def for_each_pool(
     return found
 
 
-def _pools_of(workers: Sequence[WorkerState], only: PoolId | None) -> list[Pool]:
-    """The pools of the live workers, or only the one, which may have none."""
-    by_pool: dict[PoolId, list[WorkerState]] = {only: []} if only is not None else {}
+def _pools_of(workers: Sequence[WorkerState], only: PoolId | None, named: Sequence[PoolId]) -> list[Pool]:
+    """The pools of the live workers and those named, which may have none; or only the one."""
+    by_pool: dict[PoolId, list[WorkerState]] = {pool: [] for pool in named}
     for worker in workers:
         by_pool.setdefault(worker.record.pool.id, []).append(worker)
     return [Pool(id, tuple(members)) for id, members in sorted(by_pool.items()) if only in (None, id)]

@@ -94,6 +94,16 @@ class PlannerBoardConformance:
         assert await real.memory(POOL.id) is None
         assert await real.journal(POOL.id, 10) == []
 
+    async def test_pools_that_were_planned_are_known_for_as_long_as_their_journal(self, harness: Harness) -> None:
+        board, dry = harness.planner_board(), harness.planner_board(dry=True)
+        assert await board.pools() == []
+        for pool, planner in ((OTHER_POOL.id, SECOND), (POOL.id, FIRST)):
+            term = (await board.lead(pool, planner, LEASE_MS)).term
+            for _ in range(2):
+                assert await board.write(pool, term, memory=b"m", newest=b"n", journal=[b"s"])
+        assert await board.pools() == sorted([POOL.id, OTHER_POOL.id])
+        assert await dry.pools() == await harness.planner_board("elsewhere").pools() == []
+
     async def test_an_emptied_store_has_no_leader_and_no_memory(self, harness: Harness) -> None:
         board = harness.planner_board()
         won = await board.lead(POOL.id, FIRST, LEASE_MS)

@@ -9,12 +9,14 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_pd import console
 from vllm_pd.console import Pool, add_pool_action, for_each_pool, positive, print_table
 from vllm_pd.layered import settings_of
 from vllm_pd.planner.settings import PlannerSettings, read_settings
+from vllm_pd.state.base import PoolId
 from vllm_pd.state.open_registry import open_planner_board
 from vllm_pd.state.planner_board import Leader, PlannerBoard
 
@@ -131,15 +133,27 @@ def _explain(args: argparse.Namespace) -> int:
         wanted = [step for step in steps if step.done or not args.changes]
         return wanted[-args.last :]
 
-    found = for_each_pool(args, _opened(args), read)
+    found = for_each_pool(args, _opened(args), read, more=_planned)
     if not found:
         return 1
     steps = [step for _, of_pool in found for step in of_pool]
     if args.json:
         print(json.dumps([as_dict(step) for step in steps]))
+    elif not steps:
+        print("No planner has decided anything yet.")
     else:
-        print("\n\n".join(as_text(step) for step in steps) if steps else "No planner has decided anything yet.")
+        shown = []
+        for pool, of_pool in found:
+            shown += [as_text(step) for step in of_pool]
+            if of_pool and not pool.workers:
+                shown.append(f"No worker of pool {pool.id} is registered now; nothing is decided until one is.")
+        print("\n\n".join(shown))
     return 0 if steps else 1
+
+
+async def _planned(board: PlannerBoard) -> Sequence[PoolId]:
+    """Pools of which no worker is left have a journal still."""
+    return await board.pools()
 
 
 _LOOKED_AT = 5000
@@ -152,7 +166,7 @@ def _status(args: argparse.Namespace) -> int:
         newest = decode_steps([await board.newest(pool.id)])
         return await board.leader(pool.id), newest[0] if newest else None
 
-    found = for_each_pool(args, _opened(args), read)
+    found = for_each_pool(args, _opened(args), read, more=_planned)
     if not found:
         return 1
     if args.json:
@@ -179,7 +193,7 @@ def _status(args: argparse.Namespace) -> int:
             [
                 (
                     pool.id,
-                    pool.model,
+                    pool.model or "(no worker)",
                     leader.planner if leader else "(nobody)",
                     iso_time(step.at_s) if step else "-",
                     step.verdict if step else "-",

@@ -54,6 +54,11 @@ class Keys:
         """ZSET: pool -> when its last lease ends, ms of the store's clock."""
         return f"{{pd:{self.namespace}}}:pools"
 
+    @property
+    def planned(self) -> str:
+        """ZSET: pool that has a journal of plans -> when that ends, ms of the store's clock."""
+        return f"{{pd:{self.namespace}}}:planned"
+
     def workers(self, pool: PoolId) -> str:
         """ZSET: worker id -> when its lease ends, ms of the store's clock."""
         return f"{self._tag(pool)}:workers"

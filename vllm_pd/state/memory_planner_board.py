@@ -70,6 +70,15 @@ class MemoryPlannerBoard:
             now = self._store.now_ms()
             return [step for step, ends in self._of(pool).journal if ends > now][-limit:]
 
+    async def pools(self) -> Sequence[PoolId]:
+        with self._store.lock:
+            planners, now = self._store.namespace(self._namespace).planners, self._store.now_ms()
+            return sorted(
+                pool
+                for (pool, dry), kept in planners.items()
+                if dry is self._dry and any(ends > now for _, ends in kept.journal)
+            )
+
     async def close(self) -> None:
         return None
 

@@ -62,5 +62,8 @@ class PlannerBoard(Protocol):
     async def journal(self, pool: PoolId, limit: int) -> Sequence[bytes]:
         """The newest steps of the journal, oldest first, at most `limit`."""
 
+    async def pools(self) -> Sequence[PoolId]:
+        """Those that have a journal, also when no worker of them is left; in order."""
+
     async def close(self) -> None:
         """Release connections. Idempotent."""

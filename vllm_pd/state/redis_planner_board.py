@@ -9,6 +9,7 @@ from vllm_pd.state.base import PoolId
 from vllm_pd.state.keys import Keys
 from vllm_pd.state.planner_board import JOURNAL_LENGTH, JOURNAL_TTL_MS, MEMORY_TTL_MS, TERM_TTL_MS, Leader
 from vllm_pd.state.redis_calls import RedisCalls, Script
+from vllm_pd.state.scripts import LIVE, TOUCH_POOL
 
 _LEADER = """
 local t = redis.call('TIME')
@@ -105,7 +106,11 @@ class RedisPlannerBoard:
 
     async def write(self, pool: PoolId, term: int, *, memory: bytes, newest: bytes, journal: Sequence[bytes]) -> bool:
         keys = [self._planner(pool), self._memory(pool), self._plans(pool)]
-        return bool(await self._run(_WRITE, keys, [term, memory, newest, *journal]))
+        async with self._calls.answer():
+            if journal:
+                # Another slot, hence another command; it does no harm where nothing is written then.
+                await TOUCH_POOL.run(self._calls.client, [self._planned], [pool, JOURNAL_TTL_MS])
+            return bool(await _WRITE.run(self._calls.client, keys, [term, memory, newest, *journal]))
 
     async def memory(self, pool: PoolId) -> bytes | None:
         return await self._field(pool, "memory")
@@ -118,6 +123,10 @@ class RedisPlannerBoard:
             entries = await self._calls.client.xrevrange(self._plans(pool), count=limit)
         return [fields[b"s"] for _, fields in reversed(entries) if b"s" in fields]
 
+    async def pools(self) -> Sequence[PoolId]:
+        _, flat = await self._run(LIVE, [self._planned], [])
+        return sorted(PoolId(name.decode(errors="replace")) for name in flat[0::2])
+
     async def close(self) -> None:
         await self._calls.close()
 
@@ -129,6 +138,10 @@ class RedisPlannerBoard:
     async def _run(self, script: Script, keys: Sequence[str], args: Sequence[object]) -> Any:
         async with self._calls.answer():
             return await script.run(self._calls.client, keys, args)
+
+    @property
+    def _planned(self) -> str:
+        return self._keys.planned + self._suffix
 
     def _planner(self, pool: PoolId) -> str:
         return self._keys.planner(pool) + self._suffix
