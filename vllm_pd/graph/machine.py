@@ -7,10 +7,15 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
 
 from vllm_pd.errors import GraphError
 
+_QUERY = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
 _QUERY_TIMEOUT_S = 60.0
+_MOST_SAID = 300
+_NONE = ("", "-1")
+"""In CUDA_VISIBLE_DEVICES."""
 _CPUINFO = Path("/proc/cpuinfo")
 _SHARED_GPU_FRACTION = 0.8
 # Fractions such as a third do not add up exactly.
@@ -66,7 +71,11 @@ class Place:
 
 
 def detect() -> Machine:
-    """Look at this machine. A CUDA_VISIBLE_DEVICES in the environment is respected."""
+    """Look at this machine. A CUDA_VISIBLE_DEVICES in the environment is respected.
+
+    Raises:
+        GraphError: there is an nvidia-smi, and it does not work.
+    """
     try:
         cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -139,18 +148,29 @@ def _dtype(machine: Machine) -> str:
 
 
 def _gpus(visible: str | None) -> tuple[str, ...]:
+    """Raises GraphError where a driver is installed and does not work: cores would be taken for what is an accident."""
+    named = None if visible is None else tuple(n for name in visible.split(",") if (n := name.strip()) not in _NONE)
+    # Asked first: a folder of the PATH that may not be read would look like a program that may not be run.
+    if named == () or which(_QUERY[0]) is None:
+        return ()
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=_QUERY_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    if done.returncode != 0:
-        return ()
-    if visible is not None:
-        return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
-    return tuple(done.stdout.split())
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise _broken(f"did not answer within {_QUERY_TIMEOUT_S:g} s") from None
+    except OSError as e:
+        raise _broken(f"cannot be run ({e.strerror or e})") from None
+    if done.returncode:
+        # It complains on stdout.
+        said = " ".join((done.stderr.strip() or done.stdout.strip() or "it said nothing").split())
+        raise _broken(f"ended with status {done.returncode}: {said[:_MOST_SAID].rstrip('.')}")
+    found = tuple(done.stdout.split())
+    if not found:
+        raise _broken("lists no GPU")
+    return found if named is None else named
+
+
+def _broken(how: str) -> GraphError:
+    return GraphError(
+        f"nvidia-smi {how}; repair the NVIDIA driver, or, to run on cores all the same, set CUDA_VISIBLE_DEVICES= (to "
+        "nothing)."
+    )
