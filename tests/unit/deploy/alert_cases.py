@@ -7,6 +7,7 @@ from dataclasses import dataclass
 _ROUTER = 'up{job="router", instance="r"}'
 _TTFT = "vllm_pd_router_ttft_seconds_bucket"
 _ITL = "vllm:inter_token_latency_seconds_bucket"
+_IN_ROUTER = 'vllm_pd_planner_info{job="router", instance="r", planner="x"}'
 _JOBS = "vllm_pd_router_prefill_queue_requests"
 _REQUESTS = "vllm_pd_router_requests_total"
 
@@ -102,7 +103,22 @@ CASES = {
 }
 
 MORE = [
+    # One that never came up, beside one that plans.
+    ("VllmPdPlannerDown", Case({'up{job="planner", instance="q"}': "_x19 0x25"}, 4)),
+    # One that was up, also where another one runs inside a router.
+    (
+        "VllmPdPlannerDown",
+        Case({'up{job="planner", instance="p"}': "1x19 0x25", _IN_ROUTER: "1x45"}, 4),
+    ),
     # A worker with many answers dies: the first that is heard of it is a counter that begins far above 0.
     ("VllmPdStreamsBreak", Case({'vllm_pd_router_broken_streams_total{outcome="ended"}': "_x20 40x24"}, 2)),
 ]
 """Further ways in which an alert is to fire."""
+
+CALM = [
+    # The planner runs inside the router, and the target of one by itself has never been there.
+    {'up{job="planner", instance="p"}': "0x45", _IN_ROUTER: "1x45"},
+    # Nobody plans, and no such target is configured.
+    {'up{job="planner", instance="p"}': "_x45"},
+]
+"""Other healthy clusters: nothing fires."""

@@ -12,7 +12,7 @@ import yaml
 
 from deploy.grafana.promql import INFERENCE
 from scripts.prometheus import Programs
-from tests.unit.deploy.alert_cases import BEGIN, CASES, END, HEALTHY, MORE
+from tests.unit.deploy.alert_cases import BEGIN, CALM, CASES, END, HEALTHY, MORE
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "prometheus"
@@ -54,7 +54,7 @@ def test_every_alert_fires_at_its_fault_and_no_other_and_none_in_a_healthy_clust
     alerts: list[dict[str, Any]], programs: Programs, tmp_path: Path
 ) -> None:
     assert set(CASES) == {rule["alert"] for rule in alerts}
-    scenes = [scene({}, {1: "", END: ""})]
+    scenes = [scene(series, {1: "", BEGIN: "", END: ""}) for series in ({}, *CALM)]
     cases = [*CASES.items(), *MORE]
     scenes += [scene(case.series, {BEGIN - 1: "", BEGIN + case.minutes: name}) for name, case in cases]
     file = tmp_path / "scenes.yml"
