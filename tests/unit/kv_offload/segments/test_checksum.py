@@ -1,20 +1,27 @@
-"""The checksum is XXH64, and depends on whose block it is."""
+"""The checksum is XXH3, and depends on whose block it is."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from vllm_pd.kv_offload.block_io.aligned import AlignedMemory
 from vllm_pd.kv_offload.segments import checksum
 
 PAGE = 4096
 
 VECTORS = [
-    (bytes(PAGE), 0x0, 0xAC869B6F32D8BBDB),
-    (bytes(range(256)) * 64, 0x0, 0x3BD10AA43141C3BA),
-    (bytes(range(256)) * 64, 0x9E3779B97F4A7C15, 0x85F974871F4927EB),
+    (bytes(PAGE), 0x0, 0x93D76FE148C689BA),
+    (bytes(range(256)) * 64, 0x0, 0xC96B04EBEFA8F6DC),
+    (bytes(range(256)) * 64, 0x9E3779B97F4A7C15, 0x04106C1CB6FF1EFB),
 ]
 """Data, seed and checksum, by the reference implementation (xxhsum)."""
+
+
+def pages(count: int) -> NDArray[np.uint64]:
+    """Zeros that begin where a page does, as all memory of the store does."""
+    return np.frombuffer(AlignedMemory(count * PAGE).view, np.uint64)
 
 
 def sum_of(data: bytes, seed: int) -> int:
@@ -23,34 +30,38 @@ def sum_of(data: bytes, seed: int) -> int:
 
 
 @pytest.mark.parametrize(("data", "seed", "known"), VECTORS, ids=["zeros", "counting", "seeded"])
-def test_it_is_xxh64(data: bytes, seed: int, known: int) -> None:
+def test_it_is_xxh3(data: bytes, seed: int, known: int) -> None:
     assert sum_of(data, seed) == known
 
 
-def test_blocks_are_copied_where_they_belong_and_summed_there() -> None:
-    memory, size = np.zeros(4 * PAGE // 8, np.uint64), PAGE - 100
+@pytest.mark.parametrize("size", [PAGE, PAGE - 100], ids=["whole pages", "padded"])
+def test_blocks_are_copied_where_they_belong_and_summed_there(size: int) -> None:
+    memory = pages(4)
     blocks = [np.frombuffer(bytes([i + 1]) * size, np.uint8) for i in range(2)]
     addresses = np.array([block.ctypes.data for block in blocks], np.uint64)
     seeds = checksum.seeds(b"n" * 32, [b"one", b"two"])
     found = checksum.copy_and_sum(memory, PAGE // 8, PAGE // 8, addresses, size, seeds)
     raw = memory.tobytes()
-    assert raw == bytes(PAGE) + b"".join(bytes([i + 1]) * size + bytes(100) for i in range(2)) + bytes(PAGE)
+    assert raw == bytes(PAGE) + b"".join(bytes([i + 1]) * size + bytes(PAGE - size) for i in range(2)) + bytes(PAGE)
     assert found.tolist() == [sum_of(raw[PAGE * (i + 1) : PAGE * (i + 2)], int(seeds[i])) for i in range(2)]
     assert checksum.sums(memory, PAGE // 8, PAGE // 8, seeds).tolist() == found.tolist()
 
 
-def test_only_blocks_that_are_what_was_stored_are_copied() -> None:
-    memory, size = np.arange(4 * PAGE // 8, dtype=np.uint64), PAGE - 100
+@pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("size", [PAGE, PAGE - 100], ids=["whole pages", "padded"])
+def test_blocks_that_are_what_was_stored_are_copied_and_the_others_told(size: int, shift: int) -> None:
+    memory = pages(4)
+    memory[:] = np.arange(len(memory))
     seeds = checksum.seeds(b"n" * 32, [b"one", b"two", b"three"])
     wanted = checksum.sums(memory, PAGE // 8, PAGE // 8, seeds)
     memory[2 * PAGE // 8 + 7] ^= np.uint64(1)
-    targets = [np.zeros(PAGE, np.uint8) for _ in range(3)]
+    targets = [pages(2).view(np.uint8)[shift:] for _ in range(3)]
     # The last one could not be read: it has no target.
     addresses = np.array([targets[0].ctypes.data, targets[1].ctypes.data, 0], np.uint64)
     good = checksum.check_and_copy(memory, PAGE // 8, PAGE // 8, seeds, wanted, addresses, size)
     assert good.tolist() == [True, False, False]
-    assert targets[0].tobytes() == memory.tobytes()[PAGE : PAGE + size] + bytes(100)
-    assert not targets[1].any() and not targets[2].any()
+    assert targets[0][:size].tobytes() == memory.tobytes()[PAGE : PAGE + size]
+    assert not any(target[size:].any() for target in targets) and not targets[2].any()
 
 
 def test_the_same_bytes_under_another_key_or_namespace_have_another_sum() -> None:
