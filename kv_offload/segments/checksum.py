@@ -64,7 +64,7 @@ def check_and_copy(
     Returns:
         Which have their checksum.
     """
-    looked_at = targets != 0
+    looked_at: NDArray[np.bool_] = targets != 0
     sources = np.where(looked_at, _addresses(memory, first, stride, len(seeds)), np.uint64(0))
     good: NDArray[np.bool_] = _pass(sources, targets, stride, size, seeds, padded_sources=True) == wanted
     return good & looked_at
