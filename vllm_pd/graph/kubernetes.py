@@ -7,9 +7,7 @@ A component becomes a Deployment called GRAPH-COMPONENT. Workers are labelled so
 from __future__ import annotations
 
 import math
-import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +15,17 @@ from vllm_pd.errors import SettingsError
 from vllm_pd.graph import check_settings, commands, program_args
 from vllm_pd.graph import kubernetes_parts as parts
 from vllm_pd.graph.commands import EngineSpec, WorkerSpec
+from vllm_pd.graph.kubernetes_check import check, no_secrets
 from vllm_pd.graph.kubernetes_options import KubernetesOptions, read_options
 from vllm_pd.graph.kubernetes_parts import Manifest
 from vllm_pd.graph.machine import Place
-from vllm_pd.graph.model import Component, Frontend, Graph, Planner, Store, Workers
+from vllm_pd.graph.model import Frontend, Graph, Planner, Store, Workers
 from vllm_pd.graph.ports import LOOPBACK
 from vllm_pd.layered import redact
 from vllm_pd.planner.actuators import kubernetes_model as labels
 from vllm_pd.planner.model import Mode
 
 ANY = "0.0.0.0"
-_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
-"""Of a Service, and of a pod's host: the strictest of those that are named after a component."""
-_SECRET_NAME = re.compile(r"(.*_)?(TOKEN|PASSWORD|SECRET|API_KEY)")
-_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _AFTER_DRAIN_S = 30
 """What a pod gets beyond the time for its requests, to leave the store and free its memory."""
 _PROBE_S = 10
@@ -52,7 +47,7 @@ def render(graph: Graph) -> list[Manifest]:
         SettingsError: the section `kubernetes` is wrong, or the graph holds what cannot be so on Kubernetes.
     """
     options = read_options(graph.kubernetes)
-    _check(graph, options)
+    check(graph, options)
     # Pods come and go: a router finds them in a store, also where one machine would need none.
     store = graph.store or Store()
     out: list[Manifest] = []
@@ -66,48 +61,6 @@ def render(graph: Graph) -> list[Manifest]:
         elif isinstance(component, Planner):
             out += _planner(graph, component, store, options)
     return out
-
-
-def _check(graph: Graph, options: KubernetesOptions) -> None:
-    names = [component.label for component in graph.components]
-    for component in (*graph.components, graph.store or Store()):
-        if not _NAME.fullmatch(name := parts.name_of(graph, component)):
-            raise SettingsError(
-                f"{name} is to be the name of a Service, too: it must begin with a letter and have at most 63 of them; "
-                "give the graph, or the component, another name."
-            )
-        for variable in component.env:
-            if _SECRET_NAME.fullmatch(variable.upper()):
-                raise SettingsError(
-                    f"env of {component.label} holds {variable}, which would be in the manifests for all to read; name "
-                    "it in its secrets instead."
-                )
-    for name in options.resources:
-        if name not in names:
-            raise SettingsError(f"kubernetes: resources names {name!r}, and components are {', '.join(names)}.")
-    if not _LABEL.fullmatch(graph.namespace):
-        raise SettingsError(
-            f"The namespace {graph.namespace!r} is to be a Kubernetes label, too; use 1 to 63 letters, digits, dots, "
-            "dashes and underscores, a letter or digit first and last."
-        )
-    for workers in graph.workers:
-        if options.gpu_resource and workers.gpus != int(workers.gpus):
-            raise SettingsError(
-                f"gpus of {workers.label} is {workers.gpus:g}, and a pod gets whole GPUs; set gpus: 1, and share them "
-                "with the device plugin's time slicing or MIG (kubernetes: gpu_resource)."
-            )
-        if program_args.value_of(workers.args, "--shutdown-timeout"):
-            raise SettingsError(
-                f"args of {workers.label} hold --shutdown-timeout; on Kubernetes give kubernetes: drain_s."
-            )
-
-
-def _no_secrets(component: Component, env: Mapping[str, str]) -> None:
-    if env:
-        raise SettingsError(
-            f"settings of {component.label} hold a secret, which would be in the manifests for all to read; name the "
-            f"variable {next(iter(env))} in its secrets instead."
-        )
 
 
 def _store_variables(graph: Graph, store: Store, options: KubernetesOptions) -> list[Manifest]:
@@ -172,7 +125,7 @@ def _store(graph: Graph, store: Store, options: KubernetesOptions) -> list[Manif
 
 def _serve(graph: Graph, workers: Workers, options: KubernetesOptions) -> list[str]:
     told = program_args.worker_args(workers.role, workers.settings)
-    _no_secrets(workers, told.env)
+    no_secrets(workers, told.env)
     args = [*told.args]
     gpus = int(workers.gpus) if options.gpu_resource else 0
     if gpus > 1 and not program_args.parallel_sizes(workers.args):
@@ -302,7 +255,7 @@ def _frontend(graph: Graph, frontend: Frontend, store: Store, options: Kubernete
     router = graph.router
     settings = check_settings.router_told(graph)
     told = program_args.router_args(settings)
-    _no_secrets(frontend, told.env)
+    no_secrets(frontend, told.env)
     args = list(told.args)
     if router is None and "--policy" not in args:
         args += ["--policy", "least-loaded"]
@@ -341,7 +294,7 @@ def _frontend(graph: Graph, frontend: Frontend, store: Store, options: Kubernete
 
 def _planner(graph: Graph, planner: Planner, store: Store, options: KubernetesOptions) -> list[Manifest]:
     told = program_args.planner_args(planner.settings)
-    _no_secrets(planner, told.env)
+    no_secrets(planner, told.env)
     args = ["planner", "run", *told.args, *planner.args]
     own = check_settings.planner_told(planner)
     if not program_args.value_of(args, "--actuator"):

@@ -24,6 +24,7 @@ from vllm_pd.errors import SettingsError
 from vllm_pd.graph import read
 from vllm_pd.graph.check import check
 from vllm_pd.graph.kubernetes import render
+from vllm_pd.graph.kubernetes_check import is_credential
 from vllm_pd.graph.model import Graph
 from vllm_pd.planner.model import AddAction, RemoveAction
 from vllm_pd.state import Role
@@ -290,6 +291,57 @@ def test_names_and_variables_that_must_not_be_so_on_kubernetes_are_refused(chang
     with pytest.raises(SettingsError, match=said) as refused:
         render(read.from_mapping(data, "graph"))
     assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "where"),
+    [
+        ({"env": {"AWS_SECRET_ACCESS_KEY": SECRET}}, "env of prefill holds AWS_SECRET_ACCESS_KEY"),
+        ({"env": {"HUB": "hf_" + "aB3" * 12}}, "HUB in env of prefill looks like a password or key"),
+        ({"env": {"https_proxy": f"http://me:{SECRET}@proxy:3128"}}, "https_proxy in env of prefill"),
+        ({"env": {"HEADERS": "Authorization: Bearer " + SECRET * 3}}, "HEADERS in env of prefill"),
+        ({"args": ["--otlp-traces-endpoint", f"grpc://me:{SECRET}@collector:4317"]}, "args of prefill hold what looks"),
+    ],
+)
+def test_what_shows_itself_to_be_a_secret_is_refused_wherever_it_stands(told: dict[str, Any], where: str) -> None:
+    data = yaml.safe_load((DEPLOY / "graph.yaml").read_text())
+    data["components"]["prefill"] = {**data["components"]["prefill"], **told}
+    with pytest.raises(SettingsError, match=where) as refused:
+        render(read.from_mapping(data, "graph"))
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sk-" + "a1" * 20,
+        "ghp_" + "Z9" * 18,
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+        "-----BEGIN RSA PRIVATE KEY-----",
+    ],
+)
+def test_credentials_are_known_by_how_they_begin(text: str) -> None:
+    assert is_credential(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Qwen/Qwen3-8B",
+        "hf_transfer",
+        "task-decoding-with-a-long-name",
+        "redis://host:6379/0",
+        "http://me@host/x",
+        "-----BEGIN CERTIFICATE-----",
+        "float16",
+        "a@b:c",
+        "risk-averse-scheduling-policy",
+        "Basic usage of a long nameless",
+    ],
+)
+def test_what_is_no_secret_is_not_taken_for_one(text: str) -> None:
+    assert not is_credential(text)
 
 
 def test_a_fraction_of_a_gpu_is_refused() -> None:
