@@ -246,6 +246,24 @@ INTERNALS: tuple[Internal, ...] = (
     ),
 )
 
+# Used by `vllm-pd up --check`.
+INTERNALS += (
+    Internal(
+        "FlexibleArgumentParser",
+        "vllm.utils.argparse_utils",
+        "FlexibleArgumentParser",
+        ("parse_args(args)", "error(message)"),
+        "says what vLLM does not take; takes underscores for dashes, and the keys of mappings",
+    ),
+    Internal(
+        "ServeSubcommand",
+        "vllm.entrypoints.cli.serve",
+        "ServeSubcommand",
+        ("__init__()", "subparser_init(subparsers)"),
+        "the options of `vllm serve`",
+    ),
+)
+
 _OFFLOAD = "vllm.v1.kv_offload"
 
 # Used by the room kv_offload.

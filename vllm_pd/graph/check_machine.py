@@ -36,5 +36,9 @@ def check_program(launch: Launch) -> None:
     """Raises GraphError when there is no such program."""
     program = Path(launch.command[0])
     if not os.access(program, os.X_OK):
-        extra = "install vLLM beside vllm-pd" if program.name == "vllm" else "install vllm-pd anew"
+        extra = (
+            "install vLLM beside vllm-pd (its options could not be checked either)"
+            if program.name == "vllm"
+            else "install vllm-pd anew"
+        )
         raise GraphError(f"{launch.name} needs the program {program}, which is not there; {extra}.")

@@ -18,10 +18,11 @@ from vllm_pd.console import print_table
 from vllm_pd.errors import GraphError
 from vllm_pd.graph import check_machine, control, launcher, machine, processes, read, runs
 from vllm_pd.graph.check import check
+from vllm_pd.graph.check_serve import check_serve
 from vllm_pd.graph.control import Stop
 from vllm_pd.graph.embedded_store import find_binary
 from vllm_pd.graph.launcher import Cluster
-from vllm_pd.graph.model import Frontend, Graph, Store
+from vllm_pd.graph.model import Frontend, Graph, Store, Workers
 from vllm_pd.graph.ports import LOOPBACK
 from vllm_pd.graph.processes import Spot, Surroundings
 from vllm_pd.graph.runs import RunFolder
@@ -130,7 +131,7 @@ def _show_plan(graph: Graph, as_json: bool) -> int:
     folder = _folder_of(graph)
     around = Surroundings(Path(sys.executable).parent, os.environ, folder.path, "", url, binary)
     is_up = folder.is_locked()
-    rows = []
+    rows, served = [], {}
     for wave, components in enumerate(processes.order(graph), start=1):
         for component in components:
             port = component.port if isinstance(component, Frontend | Store) else 0
@@ -143,15 +144,20 @@ def _show_plan(graph: Graph, as_json: bool) -> int:
                     check_machine.check_port(name, component, spot.port)
                 check_machine.check_program(launch)
                 rows.append((wave, name, str(spot.place), processes.shown(launch)))
+                if isinstance(component, Workers):
+                    # After the program and its command.
+                    served[component.label] = launch.command[2:]
+    options = check_serve(served)
     if as_json:
         plan = [dict(zip(("wave", "process", "on", "command"), row, strict=True)) for row in rows]
-        print(json.dumps({"graph": graph.name, "machine": str(here), "processes": plan}))
+        print(json.dumps({"graph": graph.name, "machine": str(here), "processes": plan, "options": options}))
         return 0
     print(f"{graph.name} can be started on this machine ({here}):\n")
     print_table(("order", "process", "on"), [(str(wave), name, place or "-") for wave, name, place, _ in rows])
     print()
     for _, name, _, command in rows:
         print(f"{name}: {command}")
+    print(f"\n{options}")
     return 0
 
 

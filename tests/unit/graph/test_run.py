@@ -333,6 +333,7 @@ def test_a_check_starts_nothing_and_shows_what_would_be(
     shown = capsys.readouterr().out
     assert "worker-1" in shown
     assert "hunter2" not in shown
+    assert "was not checked against vLLM's options" in shown
     assert main(["up", str(file), "--check", "--json", "--set", free]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [p["process"] for p in plan["processes"]] == ["worker-0", "frontend-0"]
