@@ -43,8 +43,9 @@ class StoreConfig:
         staging_bytes: memory in which blocks wait for the disk, taken at start.
         backlog_bytes: blocks that may wait for staging memory. What is put beyond it is refused: the disk is slower.
         put_wait_s: the longest that a block waits for staging memory, and its memory in the tier above is held.
-        sync_bytes: written data is flushed to the device after this much, and whenever there is nothing to write. A
-            power cut loses at most this; a crash of the process only what is being written.
+        sync_bytes: written data is flushed to the device after half of this, while the next half is written, and
+            whenever there is nothing to write. A power cut loses at most this and two batches; a crash of the process
+            only what is being written.
         readers: threads that load; each has a buffer of `read_bytes`.
         read_bytes: what one reader reads at once; a longer load is shared by several readers.
         rewrite_share: of an evicted segment's bytes, how much is kept by writing it again if it was used. Bounds write

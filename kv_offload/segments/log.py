@@ -5,6 +5,7 @@ Orders that make any moment a good one to die:
     segment   reserved, header written and synced, its name synced; then batches
     batch     header and blocks in one write; its blocks enter the index when it has returned
     footer    what is before it is synced; it is written and synced; then the file is cut to end with it
+              (beside the batches of the next segment: a power cut may find two segments without one)
     eviction  used blocks are written elsewhere and synced; the others leave the index; then the file is removed
 """
 
@@ -15,12 +16,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from vllm_pd.kv_offload.block_io.aligned import AlignedMemory
 from vllm_pd.kv_offload.block_io.base import BlockIO, OpenFile, Piece
 from vllm_pd.kv_offload.segments import checksum, folder, reclaim
 from vllm_pd.kv_offload.segments.batch import Batch, pieces
+from vllm_pd.kv_offload.segments.behind import Behind
 from vllm_pd.kv_offload.segments.config import GIB, StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
 from vllm_pd.kv_offload.segments.files import OpenFiles
@@ -53,7 +56,7 @@ class _Open:
         end: where the next batch goes.
         sequence: number of the next batch.
         key_bytes: of all its keys.
-        unsynced: bytes written since the last sync.
+        unsynced: bytes written since the last sync was begun.
     """
 
     segment: Segment
@@ -99,13 +102,14 @@ class SegmentLog:
         self.took_room = False
         """A segment was begun, and room for the next one was not looked for since."""
         self._undeleted: list[Path] = []
+        self._behind = Behind()
         self._page = AlignedMemory(ALIGN)
         self._rewrite_memory = AlignedMemory(Batch.bytes_for(config.batch_blocks, config.stride))
 
     @property
     def unsynced(self) -> int:
         """Bytes that a power cut would lose."""
-        return self._open.unsynced if self._open else 0
+        return self._behind.at_work + (self._open.unsynced if self._open else 0)
 
     def append(self, batch: Batch, *, may_evict: bool = True) -> None:
         """Write a batch; its blocks are in the index afterwards.
@@ -114,6 +118,7 @@ class SegmentLog:
             NoRoom: nothing was written.
             OSError: the blocks are not stored. The segment was left for a new one.
         """
+        self._settle(wait=False)
         log = self._with_room(batch, may_evict)
         at, size = log.end, batch.disk_bytes
         errors = self._io.write(batch.pieces(log.file, at, log.segment.identity, log.sequence))
@@ -125,8 +130,10 @@ class SegmentLog:
         log.key_bytes += batch.key_bytes
         log.unsynced += size
         self._index.add(log.segment, batch.entries(at), batch.heat)
-        if log.unsynced >= self._config.sync_bytes:
-            self.sync()
+        if log.unsynced >= self._config.sync_bytes // 2:
+            # The device empties its cache while it takes in more: in turns, they would take the time of both.
+            size, log.unsynced = log.unsynced, 0
+            self._behind.begin(partial(self._io.sync, log.file), size)
 
     def sync(self) -> None:
         """What was written survives a power cut from now on.
@@ -134,6 +141,7 @@ class SegmentLog:
         Raises:
             OSError: it may not. The segment was left for a new one; its blocks are still checked at each load.
         """
+        self._settle(wait=True)
         log = self._open
         if log is None or not log.unsynced:
             return
@@ -145,21 +153,23 @@ class SegmentLog:
         log.unsynced = 0
 
     def finish(self) -> None:
-        """Give the open segment its footer.
+        """Give the open segment its footer. Where that fails, the next start finds its blocks by their batches.
 
         Raises:
-            OSError: it has none, and the next start finds its blocks by their batches.
+            OSError: what was written may be lost, or an empty segment cannot be removed.
         """
-        if self._open is not None:
-            self._finish(self._open)
+        try:
+            if self._open is not None:
+                self._finish(self._open)
+        finally:
+            self._behind.settle(wait=True)
 
     def seal(self, segment: Segment, file: OpenFile, end: int) -> None:
         """Write a footer for all blocks of `segment` at `end`, and cut the file there. Closes `file`.
 
         Raises:
-            OSError: as `finish`.
+            OSError: it has none.
         """
-        segment.sealed = True
         try:
             self._io.sync(file)
             footer = encode_footer(segment.identity, segment.entries)
@@ -170,6 +180,8 @@ class SegmentLog:
             folder.cut_file(segment.path, end + len(footer))
             self._index.resize(segment, end + len(footer))
         finally:
+            # Only now: what is sealed may be evicted.
+            segment.sealed = True
             file.close()
 
     def remove(self, path: Path) -> None:
@@ -329,12 +341,31 @@ class SegmentLog:
     def _finish(self, log: _Open) -> None:
         self._open = None
         if log.segment.entries.keys:
-            self.seal(log.segment, log.file, log.end)
+            self._behind.begin(partial(self._seal, log), log.unsynced)
             return
         log.segment.sealed = True
         log.file.close()
         if self._index.drop(log.segment):
             self.remove(log.segment.path)
+
+    def _seal(self, log: _Open) -> None:
+        try:
+            self.seal(log.segment, log.file, log.end)
+        except OSError as e:
+            self._complaints.say("footer", f"{log.segment.path} could not be finished ({e}).")
+
+    def _settle(self, *, wait: bool) -> None:
+        """Hear of what was done behind.
+
+        Raises:
+            OSError: something may be lost. The segment was left for a new one.
+        """
+        try:
+            self._behind.settle(wait=wait)
+        except OSError:
+            if self._open is not None:
+                self._abandon(self._open)
+            raise
 
     def _abandon(self, log: _Open) -> None:
         """After an error: no more is written here, and what is whole is kept if the disk still takes a footer."""

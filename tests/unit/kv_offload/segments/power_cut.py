@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +40,15 @@ class _Before:
     data: bytes
 
 
+def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def locked(self: PowerCutDisk, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
 class PowerCutDisk:
     """A `BlockIO`, and in place of the functions with which the store changes folders.
 
@@ -56,6 +68,8 @@ class PowerCutDisk:
         self._unsynced: list[_Before] = []
         self._made: set[Path] = set()
         self._removed: dict[Path, bytes] = {}
+        # A sync, or a footer, may come beside other writes.
+        self._lock = threading.RLock()
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The store's other changes of the folder go through this disk too."""
@@ -63,6 +77,7 @@ class PowerCutDisk:
         monkeypatch.setattr(folder, "remove_file", self.remove_file)
         monkeypatch.setattr(folder, "sync_folder", self.sync_folder)
 
+    @_one_at_a_time
     def open(self, path: Path, *, create_bytes: int | None = None) -> OpenFile:
         if create_bytes is not None:
             self._spend()
@@ -74,9 +89,11 @@ class PowerCutDisk:
             self._made.add(path)
         return OpenFile(path, fd, alignment=1, direct=False)
 
+    @_one_at_a_time
     def read(self, pieces: Sequence[Piece]) -> list[OSError | None]:
         return [self._read(piece) for piece in pieces]
 
+    @_one_at_a_time
     def write(self, pieces: Sequence[Piece]) -> list[OSError | None]:
         # A device may take them in any order.
         results: list[OSError | None] = [None] * len(pieces)
@@ -84,6 +101,7 @@ class PowerCutDisk:
             results[i] = self._write(pieces[i])
         return results
 
+    @_one_at_a_time
     def sync(self, file: OpenFile) -> None:
         self._spend()
         self._unsynced = [before for before in self._unsynced if before.path != file.path]
@@ -91,18 +109,21 @@ class PowerCutDisk:
     def close(self) -> None:
         pass
 
+    @_one_at_a_time
     def cut_file(self, path: Path, size: int) -> None:
         self._spend()
         data = path.read_bytes()[size:]
         os.truncate(path, size)
         self._unsynced.append(_Before(path, size, data))
 
+    @_one_at_a_time
     def remove_file(self, path: Path) -> None:
         self._spend()
         if path.exists():
             self._removed[path] = path.read_bytes()
             path.unlink()
 
+    @_one_at_a_time
     def sync_folder(self, path: Path) -> None:
         self._spend()
         self._made.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,9 @@ class Machine:
         return bytes(self._page.view)
 
     def close(self) -> None:
+        # What it still has under way ends, well or not.
+        with suppress(OSError):
+            self.log.sync()
         self.files.close_all()
 
 
@@ -112,7 +116,9 @@ def test_a_thousand_deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port
     for point in range(portion, POINTS, PORTIONS):
         rng = random.Random(point)
         root = tmp_path / str(point)
-        settings = config(root, block_bytes=BLOCK, budget_bytes=8 * 14 * BLOCK, batch_bytes=5 * BLOCK)
+        # Every second one syncs after nearly every batch, beside the next.
+        often = {"sync_bytes": 8 * BLOCK} if point % 2 else {}
+        settings = config(root, block_bytes=BLOCK, budget_bytes=8 * 14 * BLOCK, batch_bytes=5 * BLOCK, **often)
         numbers, safe = range(0), set[int]()
         # A second life over what the first one left, with an end of its own.
         for life in range(2):
