@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -13,19 +14,33 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
+@cache
+def _edges(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    """The upper bounds as Prometheus writes them."""
+    return (*map(floatToGoString, bounds), "+Inf")
+
+
 class Series:
-    """The observations of one combination of labels."""
+    """The observations of one combination of labels.
+
+    Args:
+        bounds: upper bounds of the buckets, rising; one more holds the rest.
+    """
 
     __slots__ = ("_bounds", "counts", "total")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """Each upper bound as Prometheus writes it, and how many were not above it."""
+        return list(zip(_edges(self._bounds), accumulate(self.counts), strict=True))
 
 
 class Histogram(Collector):
@@ -42,7 +57,6 @@ class Histogram(Collector):
         self._name = name
         self._text = text
         self._bounds = tuple(bounds)
-        self._edges = [*map(floatToGoString, bounds), "+Inf"]
         self._labels = tuple(labels)
         self._series: dict[tuple[str, ...], Series] = {}
         registry.register(self)
@@ -57,6 +71,5 @@ class Histogram(Collector):
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for values, series in self._series.items():
-            buckets = list(zip(self._edges, accumulate(series.counts), strict=True))
-            family.add_metric(values, buckets, series.total if self._bounds[0] >= 0 else None)
+            family.add_metric(values, series.buckets(), series.total if self._bounds[0] >= 0 else None)
         yield family

@@ -144,16 +144,8 @@ def store_settings(args: argparse.Namespace) -> WorkerSettings:
     return settings
 
 
-def add_pool_action(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    text: str,
-    *,
-    examples: str = "",
-) -> argparse.ArgumentParser:
-    """As `add_action`, for a command that calls `for_each_pool`: with `--store`, `--namespace` and `--pool`."""
-    action = add_action(actions, name, run, text, examples=examples)
+def with_pool_flags(action: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The same command, with `--store`, `--namespace` and `--pool`: for one that calls `for_each_pool`."""
     add_store_flags(action)
     action.add_argument(
         "--pool", type=_pool_id, metavar="ID", help="only this pool; default: those of all live workers"
@@ -171,7 +163,7 @@ def for_each_pool(
     """The result of a call for each pool that the command is about; where there is none, stderr says so.
 
     Args:
-        args: has the flags of `add_pool_action`.
+        args: has the flags of `with_pool_flags`.
         opened: a function of `state.open_registry`; what it makes goes into the call.
         more: which pools there are beside those of live workers.
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_pd.console import Pool, add_group, add_pool_action, for_each_pool, print_table
+from vllm_pd.console import Pool, add_action, add_group, for_each_pool, print_table, with_pool_flags
 from vllm_pd.state.base import WorkerId
 from vllm_pd.state.open_registry import open_prefill_queue
 from vllm_pd.state.prefill_payload import decode_request
@@ -36,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("cancel", _cancel, "forget a job; the worker that has it stops"),
         ("dead", _dead, "the newest jobs that were given up, with the error of the last attempt"),
     ):
-        action = add_pool_action(actions, name, run, text)
+        action = with_pool_flags(add_action(actions, name, run, text))
         action.add_argument("--json", action="store_true", help="print JSON")
         if name in ("ls", "dead"):
             action.add_argument("--limit", type=_count, default=100, help="at most so many jobs (default 100)")

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from vllm_pd.console import Pool, add_group, add_pool_action, for_each_pool, print_table
+from vllm_pd.console import Pool, add_action, add_group, for_each_pool, print_table, with_pool_flags
 from vllm_pd.errors import SettingsError
 from vllm_pd.state.block_index import IndexStats, Tier
 from vllm_pd.state.index_check import CacheCheck, Verdict, check_pool
@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("check", _check, "compare the index with what the live workers say they hold"),
         ("clear", _clear, "remove all blocks and events; workers announce theirs again"),
     ):
-        action = add_pool_action(actions, name, run, text)
+        action = with_pool_flags(add_action(actions, name, run, text))
         if name == "clear":
             action.add_argument("--yes", action="store_true", help="really do it")
         else:

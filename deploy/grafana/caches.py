@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deploy.grafana.model import Panel, Query, Row
 from deploy.grafana.promql import FROM_CACHES, OF_WORKERS, POOL, WORKER, of_stores, quantile, rate, ratio, troubles
-from deploy.grafana.shapes import counted, of_each_worker, troubled
+from deploy.grafana.shapes import counted, of_each_worker, summed, troubled
 
 _SOURCES = "vllm:prompt_tokens_by_source_total"
 _CACHED = "vllm:prompt_tokens_cached_by_source_total"
@@ -54,13 +54,11 @@ CACHES = Row(
             "What routers know to be cached, over all workers.",
             (Query(f"sum by (tier) ({of_stores(f'{_INDEX}_blocks', WORKER, 'worker', 'rank', 'tier')})", "{{tier}}"),),
         ),
-        Panel(
+        summed(
             "CPU tier",
             "Bytes between GPU and host memory.",
-            (
-                Query(f"sum({rate('vllm:kv_offload_load_bytes_total', OF_WORKERS)})", "loaded"),
-                Query(f"sum({rate('vllm:kv_offload_store_bytes_total', OF_WORKERS)})", "stored"),
-            ),
+            {"loaded": "vllm:kv_offload_load_bytes_total", "stored": "vllm:kv_offload_store_bytes_total"},
+            OF_WORKERS,
             "Bps",
         ),
         of_each_worker(
@@ -70,13 +68,11 @@ CACHES = Row(
             "percentunit",
             high=1.0,
         ),
-        Panel(
+        summed(
             "SSD tier",
             "Bytes written and read.",
-            (
-                Query(f"sum({rate('vllm_pd_ssd_read_bytes_total', OF_WORKERS)})", "read"),
-                Query(f"sum({rate('vllm_pd_ssd_written_bytes_total', OF_WORKERS)})", "written"),
-            ),
+            {"read": "vllm_pd_ssd_read_bytes_total", "written": "vllm_pd_ssd_written_bytes_total"},
+            OF_WORKERS,
             "Bps",
         ),
         Panel(
@@ -151,25 +147,25 @@ STORE = Row(
             "vllm_pd_agent_delay_seconds",
             "s",
         ),
-        Panel(
+        summed(
             "Changes of the index",
             "Blocks that routers took in; snapshots and gaps: caches that were read whole, which costs.",
-            (
-                Query(f"sum({rate(f'{_INDEX}_changed_blocks_total', POOL)})", "blocks"),
-                Query(f"sum({rate(f'{_INDEX}_snapshots_total', POOL)})", "snapshots"),
-                Query(f"sum({rate(f'{_INDEX}_gaps_total', POOL)})", "gaps"),
-            ),
-            "ops",
+            {
+                "blocks": f"{_INDEX}_changed_blocks_total",
+                "snapshots": f"{_INDEX}_snapshots_total",
+                "gaps": f"{_INDEX}_gaps_total",
+            },
+            POOL,
         ),
-        Panel(
+        summed(
             "Trouble of the workers' agents",
             "losses: all known of an engine's cache was forgotten. gaps: events were missing. errors: the store "
             "refused a write. unreadable: events that were not understood.",
-            tuple(
-                Query(f"sum({rate(f'vllm_pd_agent_{name}_total', OF_WORKERS)})", name.rpartition("_")[2])
+            {
+                name.rpartition("_")[2]: f"vllm_pd_agent_{name}_total"
                 for name in ("kv_losses", "kv_gaps", "index_errors", "kv_unreadable")
-            ),
-            "ops",
+            },
+            OF_WORKERS,
         ),
         troubled(
             "Prompts that are not looked up",

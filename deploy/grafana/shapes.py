@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from deploy.grafana.model import Panel, Query
-from deploy.grafana.promql import OF_WORKERS, by, quantile, troubles
+from deploy.grafana.promql import OF_WORKERS, by, quantile, rate, troubles
 
 _QUANTILES = (0.5, 0.95, 0.99)
 
@@ -11,6 +13,12 @@ _QUANTILES = (0.5, 0.95, 0.99)
 def counted(title: str, text: str, label: str, counter: str, labels: str = "", *, unit: str = "ops") -> Panel:
     """A line for each value of the label, or of several (`way, outcome`): what is counted, a second."""
     return Panel(title, text, (Query(by(label, counter, labels), _legend(label)),), unit)
+
+
+def summed(title: str, text: str, counters: Mapping[str, str], labels: str, unit: str = "ops") -> Panel:
+    """A line for each counter, by its legend: what it counts over all, a second."""
+    lines = tuple(Query(f"sum({rate(counter, labels)})", legend) for legend, counter in counters.items())
+    return Panel(title, text, lines, unit)
 
 
 def troubled(title: str, text: str, label: str, counter: str, labels: str = "") -> Panel:

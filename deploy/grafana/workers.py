@@ -14,7 +14,7 @@ from deploy.grafana.promql import (
     quantile,
     rate,
 )
-from deploy.grafana.shapes import counted, of_each_worker, timed, troubled
+from deploy.grafana.shapes import counted, of_each_worker, summed, timed, troubled
 
 _ROLES = {
     0: ("left out", "red"),
@@ -216,16 +216,16 @@ HANDOVER = Row(
             (Query(f"sum({rate(f'{_BYTES}_sum', OF_WORKERS)}) / sum({rate(f'{_TRANSFER}_sum', OF_WORKERS)})", "mean"),),
             "Bps",
         ),
-        Panel(
+        summed(
             "Failed and expired",
             "failed: reads that broke off; the prompt is computed instead. expired: blocks whose lease ended before "
             "they were read.",
-            (
-                Query(f"sum({rate('vllm:nixl_num_failed_transfers_total', OF_WORKERS)})", "failed"),
-                Query(f"sum({rate('vllm:nixl_num_kv_expired_reqs_total', OF_WORKERS)})", "expired"),
-                Query(f"sum({rate('vllm:nixl_num_notifications_after_expiry_total', OF_WORKERS)})", "read too late"),
-            ),
-            "ops",
+            {
+                "failed": "vllm:nixl_num_failed_transfers_total",
+                "expired": "vllm:nixl_num_kv_expired_reqs_total",
+                "read too late": "vllm:nixl_num_notifications_after_expiry_total",
+            },
+            OF_WORKERS,
         ),
         troubled(
             "Hand-overs that nobody reads",

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_pd import console
-from vllm_pd.console import Pool, add_pool_action, for_each_pool, positive, print_table
+from vllm_pd.console import Pool, add_action, for_each_pool, positive, print_table, with_pool_flags
 from vllm_pd.layered import settings_of
 from vllm_pd.planner.settings import PlannerSettings, read_settings
 from vllm_pd.state.base import PoolId
@@ -50,13 +49,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=_run)
     _add_settings(parser)
     actions = parser.add_subparsers(required=False, metavar="ACTION")
-    run = console.add_action(actions, "run", _run, "plan until stopped", examples=_EXAMPLES)
+    run = add_action(actions, "run", _run, "plan until stopped", examples=_EXAMPLES)
     _add_settings(run)
-    explain = add_pool_action(
-        actions, "explain", _explain, "what was decided, why, and what came of it; newest last", examples=_EXAMPLES
-    )
-    status = add_pool_action(actions, "status", _status, "who plans each pool, and its newest verdict")
-    for action in (explain, status):
+    explained = "what was decided, why, and what came of it; newest last"
+    explain = add_action(actions, "explain", _explain, explained, examples=_EXAMPLES)
+    status = add_action(actions, "status", _status, "who plans each pool, and its newest verdict")
+    for action in map(with_pool_flags, (explain, status)):
         action.add_argument("--dry-run", action="store_true", help="of planners that only try out")
         action.add_argument("--json", action="store_true", help="print JSON")
     explain.add_argument("--last", type=positive, default=1, metavar="N", help="so many steps (default 1)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_pd.sim.mock_counters import Seconds
+from vllm_pd.router.histogram import Series
 from vllm_pd.sim.mock_worker import MockWorker
 from vllm_pd.state.block_index import Tier
 
@@ -72,7 +72,7 @@ class _Page:
         text = ",".join(f'{name}="{_escaped(value)}"' for name, value in (self._labels | labels).items())
         self._lines += [f"{family}{suffix}{{{text}}} {value:.10g}" for suffix, value in values.items()]
 
-    def histogram(self, family: str, seconds: Seconds) -> None:
+    def histogram(self, family: str, seconds: Series) -> None:
         for bound, count in seconds.buckets():
             self.add(family, "histogram", {"_bucket": count}, le=bound)
         self.add(family, "histogram", {"_sum": seconds.total, "_count": sum(seconds.counts)})

@@ -22,10 +22,11 @@ from vllm_pd.block_hash import BlockHash, BlockHasher, Lora, extra_keys
 from vllm_pd.connectors.handoff_arrivals import HandoffArrivals
 from vllm_pd.errors import PDError
 from vllm_pd.given_up import LEASE_END_FIELD
+from vllm_pd.router.histogram import Series
 from vllm_pd.settings import DEFAULT_LEASE_S
 from vllm_pd.sim.engine import Engine
 from vllm_pd.sim.live_engine import LiveEngine
-from vllm_pd.sim.mock_counters import Counters, Seconds
+from vllm_pd.sim.mock_counters import Counters
 from vllm_pd.sim.mock_events import BlockContent, BlockEvents, EventPublisher
 from vllm_pd.sim.mock_faults import Faults
 from vllm_pd.sim.mock_holds import MockHolds
@@ -74,7 +75,7 @@ class MockConfig:
 class Generation:
     """One request in the engine, as its HTTP handler sees it."""
 
-    def __init__(self, prompt: int, output: int, gaps: Seconds) -> None:
+    def __init__(self, prompt: int, output: int, gaps: Series) -> None:
         self.prompt = prompt
         self.output = output
         self._gaps = gaps
@@ -98,7 +99,7 @@ class Generation:
         """Tokens that come together share the time since the ones before."""
         now = time.perf_counter()
         if self.generated and tokens > 0:
-            self._gaps.add((now - self._last) / tokens, tokens)
+            self._gaps.observe((now - self._last) / tokens, tokens)
         self._last = now
 
     def fetched(self) -> None:
@@ -203,7 +204,7 @@ class MockWorker:
             counters.cpu_hits += work.cpu_hits * size
             counters.ssd_hits += work.ssd_hits * size
             counters.external_hits += work.cached - work.gpu_hits * size
-            counters.ttft.add(first_token_s)
+            counters.ttft.observe(first_token_s)
         if work.hold and generation.finished and not generation.held:
             self.live.release(work)
         if not aborted:

@@ -148,8 +148,8 @@ async def test_what_dashboards_ask_of_real_workers_mock_workers_tell_too(
     assert found["vllm:prompt_tokens_cached_by_source_total", "device"] == 0
     assert found["vllm_pd_role_moves_total", "done"] == 1
     assert found["vllm_pd_role_moves_total", "undone"] == 0
-    assert found["vllm_pd_role_move_seconds_bucket", "1"] == 0
-    assert found["vllm_pd_role_move_seconds_bucket", "2"] == 1
+    assert found["vllm_pd_role_move_seconds_bucket", "1.0"] == 0
+    assert found["vllm_pd_role_move_seconds_bucket", "2.0"] == 1
 
 
 async def test_a_worker_is_in_the_store_with_its_blocks_until_it_stops(
