@@ -21,6 +21,7 @@ from msgspec import Raw
 
 from vllm_pd.router.call import COMPLETION, Broken, Call
 from vllm_pd.router.continuable import answer_limit, continuation_body, read_body, wants_usage
+from vllm_pd.router.continued_call import ContinuedRequest, StreamReply
 from vllm_pd.router.decision import bypass_by_request
 from vllm_pd.router.directory import Directory
 from vllm_pd.router.headers import to_worker
@@ -31,7 +32,7 @@ from vllm_pd.router.request_fields import read_fields
 from vllm_pd.router.retry_budget import RetryBudget
 from vllm_pd.router.settings import RouterSettings
 from vllm_pd.router.token_tail import TokenTail
-from vllm_pd.router.transport import ClientReply, Headers, Upstream, UpstreamError
+from vllm_pd.router.transport import Upstream, UpstreamError
 from vllm_pd.router.worker import Worker
 from vllm_pd.state.base import WorkerId
 
@@ -53,16 +54,7 @@ class _Text(msgspec.Struct):
     prompt: str
 
 
-class _Error(msgspec.Struct):
-    message: str
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error
-
-
 _text = msgspec.json.Decoder(_Text)
-_error = msgspec.json.Decoder(_ErrorBody)
 
 
 class Continued(StrEnum):
@@ -106,71 +98,12 @@ _CAUSES: Mapping[str, str] = {
 }
 
 
-class StreamReply:
-    """`ClientReply` of a continuation: the rest of a stream that has begun. An error becomes its last event.
-
-    Args:
-        problem: why the stream broke off, in one sentence.
-    """
-
-    __slots__ = ("_clock", "_inner", "_problem", "began", "failed")
-
-    def __init__(self, inner: ClientReply, problem: str, clock: Callable[[], float]) -> None:
-        self._inner = inner
-        self._problem = problem
-        self._clock = clock
-        self.began = 0.0
-        """When the first bytes came, by `clock`."""
-        self.failed = False
-        """Whether an error ended the stream."""
-
-    @property
-    def status(self) -> int:
-        return self._inner.status
-
-    async def send(self, status: int, headers: Headers, body: bytes) -> None:
-        self.failed = True
-        try:
-            said = _error.decode(body).error.message
-        except msgspec.DecodeError:
-            said = f"status {status}"
-        await self._inner.write(sse_error(status, f"{self._problem} It could not be continued elsewhere: {said}"))
-        await self._inner.finish()
-
-    async def start(self, status: int, headers: Headers) -> None:
-        self.began = self._clock()
-
-    async def write(self, chunk: bytes) -> None:
-        await self._inner.write(chunk)
-
-    async def finish(self) -> None:
-        await self._inner.finish()
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-
 class _Stop(Exception):
     """The stream is not continued."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
         self.why = why
-
-
-class ContinuedRequest:
-    """`ClientRequest` of a continuation: the client's headers with another body."""
-
-    __slots__ = ("_body", "headers")
-    method = "POST"
-    path = target = COMPLETION.path
-
-    def __init__(self, body: bytes, headers: Headers) -> None:
-        self._body = body
-        self.headers = headers
-
-    async def body(self, limit: int, idle: float) -> bytes:
-        return self._body
 
 
 class Continuation:
