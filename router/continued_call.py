@@ -1,4 +1,4 @@
-"""Both ends of a call that goes on with a stream: the client's headers go into it, it writes into the client's stream."""
+"""Both ends of a call that goes on with a stream: it takes the client's headers, it writes into that one's stream."""
 
 from __future__ import annotations
 
