@@ -4,6 +4,7 @@
     python -m benchmarks.planner --quick                # sinusoid and one trace, fewer splits; under two minutes
     python -m benchmarks.planner --json
     python -m benchmarks.planner --workloads sinusoid,step --cold-starts 60 --only sla
+    python -m benchmarks.planner --workloads sinusoid,step,spike --seed 1   # other arrivals by the same rates
     python -m benchmarks.planner --workloads sinusoid --only sla --explain     # every step of the planner that acts
 
 Attainment is the fraction of all requests (those turned away, lost or never ended included) whose first token came
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for workload in workloads:
         starts = args.cold_starts or ((USUAL_START,) if args.quick else COLD_STARTS)
         cells = _cells(workload, starts, quick=args.quick, only=args.only)
-        trace = workload.requests(args.traces)
+        trace = workload.requests(args.traces, args.seed)
         progress(f"{workload.name}: {len(trace)} requests, {len(cells)} runs")
         found = dict(zip(cells, run_cells(_run, trace, cells, args.jobs, _tell), strict=True))
         if args.explain:
@@ -140,6 +141,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--cold-starts", type=lambda text: tuple(map(float, text.split(","))), metavar="LIST", help="only these, s"
     )
     parser.add_argument("--only", choices=("static", *Rule), help="only the fixed splits, or one rule")
+    parser.add_argument("--seed", type=int, default=0, help="of the made-up workloads' arrivals (default: %(default)s)")
     parser.add_argument("--explain", action="store_true", help="print the plans that do something to stderr")
     parser.add_argument(
         "--traces", type=Path, default=DEFAULT_FOLDER, help="folder of the traces (default: %(default)s)"

@@ -63,13 +63,13 @@ class Workload:
     timing: TimingModel = SMALL_GPU
     engine: EngineConfig = SMALL_ENGINE
 
-    def requests(self, traces: Path) -> list[TraceRequest]:
-        """The same each time. Raises SettingsError when the trace cannot be read."""
+    def requests(self, traces: Path, seed: int = 0) -> list[TraceRequest]:
+        """The same each time for a seed; a trace is the same for all. Raises SettingsError when it cannot be read."""
         if self.reading is None or self.writing is None:
             return read_trace(traces / f"{self.trace}_trace.jsonl")
         made = [
-            *_arrivals(READERS, self.reading, self.seconds, random.Random(1)),
-            *_arrivals(WRITERS, self.writing, self.seconds, random.Random(2)),
+            *_arrivals(READERS, self.reading, self.seconds, random.Random(1 + 2 * seed)),
+            *_arrivals(WRITERS, self.writing, self.seconds, random.Random(2 + 2 * seed)),
         ]
         return sorted(made, key=lambda request: request.at)
 

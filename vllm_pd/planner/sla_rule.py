@@ -37,7 +37,8 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     late_s = (memory.start_s or config.start_s) + config.interval_s
     pace = speed(view, memory)
     most = max(config.max_workers, sight.total, 2)
-    waiting = float(view.queue.tokens) if view.queue else 0.0
+    # Unknown is not nothing: what can be said without the queue is how many are needed at least.
+    waiting = float(view.queue.tokens) if view.queue is not None else 0.0
     near, far = forecasts(memory.history, (soon_s, late_s), memory.answer, answer_s(memory))
     soon = outlook(near.demand, near.spreads, pace, config, most, waiting)
     reasons = [*explain.seen(view, config), *explain.able(pace, soon, config)]
@@ -58,18 +59,24 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
         # What may be needed again soon is kept, also where it would not be started yet.
         wary = outlook(far.demand, _capped(far.spreads, memory, config, _WARY), pace, config, most)
         kept = max(_least(wary, config).total, _least(soon, config).total)
-        memory = _remember_need(memory, kept, config)
-        sight = replace(sight, memory=memory)
+        if view.queue is not None:
+            memory = _remember_need(memory, kept, config)
+            sight = replace(sight, memory=memory)
         reasons.append(explain.need(need, sight.total, config))
         numbers["workers_needed"] = float(need.total)
         if need.total > sight.total:
             actions += _start(sight, late, need, config, held_back)
+        elif view.queue is None:
+            held_back.append("Nobody is taken away: what waits for prefill is not known.")
         elif not sight.starting:
             target = min(at_hand, max(_enough(memory, config, at_hand), config.min_workers))
     if at_hand >= 2:
         wanted = best_split(soon, at_hand)
         reasons.append(explain.splits(now, wanted, either, soon))
-        actions += _move(sight, now, wanted, present, either, soon, config, held_back)
+        if view.queue is None and wanted.decode > present.decode + either:
+            held_back.append("No worker leaves prefill: what waits there is not known.")
+        else:
+            actions += _move(sight, now, wanted, present, either, soon, config, held_back)
     if target < at_hand and not actions:
         actions += _remove(sight, present, either, soon, target, config, held_back)
     reasons += held_back

@@ -150,6 +150,26 @@ def test_a_jump_of_the_clock_is_one_step_without_action_and_changes_no_timer(jum
     assert len(moved(plans)) >= 2
 
 
+def test_while_the_prefill_queue_is_unknown_nobody_leaves_prefill_or_is_taken_away() -> None:
+    unread = lambda _, view: replace(view, queue=None, partial="the prefill queue")  # noqa: E731
+    known, unknown = steady(LONG_ANSWERS, 6, 2), steady(LONG_ANSWERS, 6, 2)
+    known.run(FIXED, 12)
+    plans, _ = unknown.run(FIXED, 12, seen=unread)
+    assert known.count(Role.PREFILL) < 6 == unknown.count(Role.PREFILL)
+    assert "No worker leaves prefill: what waits there is not known." in plans[-1].reasons
+    idle = steady(Load(0.5), 4, 4)
+    plans, memory = idle.run(SCALE, 40, seen=unread)
+    assert len(idle.workers) == 8 and "nobody is taken away" in plans[-1].verdict
+    plans, _ = idle.run(SCALE, 40, memory)
+    assert len(idle.workers) < 8, "once it is known again"
+
+
+def test_while_the_prefill_queue_is_unknown_prefill_is_given_what_arrives_by_itself_needs() -> None:
+    world = steady(LONG_PROMPTS, 4, 4)
+    plans, _ = world.run(FIXED, 12, seen=lambda _, view: replace(view, queue=None))
+    assert {action.to for action in moved(plans)} == {Role.PREFILL}
+
+
 def test_memory_of_another_version_is_a_fresh_one() -> None:
     _, memory = steady(LONG_PROMPTS, 4, 4).run(FIXED, 5)
     assert decode_memory(encode_memory(memory)) == memory
