@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 fine, 1 no store or no worker, 2 a wrong setting)."""
     args = _parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read it, `head` say, has had enough; what Python still holds back must not raise once again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except PDError as e:
         print(f"vllm-pd: error: {e}", file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1

@@ -21,6 +21,7 @@ from vllm_pd.graph.runs import RunFolder
 from vllm_pd.graph.status import GraphState, GraphStatus
 from vllm_pd.graph.watcher import Watcher, print_status
 from vllm_pd.interrupts import Interrupted, Interrupts
+from vllm_pd.layered import nearest
 
 _UP_EXAMPLES = """examples:
   vllm-pd up configs/disagg_router.yaml                          start it, and stay until Ctrl-C
@@ -53,9 +54,10 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     up.add_argument(
         "--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="change the file, for this run"
     )
-    up.add_argument("--detach", "-d", action="store_true", help="come back when all is up; it goes on running")
-    up.add_argument("--check", action="store_true", help="start nothing: show what would be started, and where")
-    up.add_argument("--render", choices=["kubernetes"], help="start nothing: write manifests of the same graph")
+    way = up.add_mutually_exclusive_group()
+    way.add_argument("--detach", "-d", action="store_true", help="come back when all is up; it goes on running")
+    way.add_argument("--check", action="store_true", help="start nothing: show what would be started, and where")
+    way.add_argument("--render", choices=["kubernetes"], help="start nothing: write manifests of the same graph")
     up.add_argument("--output", type=Path, metavar="FILE", help="where --render writes to; default: standard output")
     up.add_argument("--json", action="store_true", help="with --check or --detach: print one JSON object")
 
@@ -131,15 +133,12 @@ def _logs(args: argparse.Namespace) -> int:
     folder = _find(args.graph, has_logs=True)
     followers = log_files.chosen(folder.logs, args.names)
     if not followers:
-        there = ", ".join(f.name for f in log_files.chosen(folder.logs, ())) or "none"
-        print(f"{folder.graph} has no such log; there are: {there}.", file=sys.stderr)
+        there = [f.name for f in log_files.chosen(folder.logs, ())]
+        near = "".join(nearest(name, there) for name in args.names)
+        print(f"{folder.graph} has no such log{near}; there are: {', '.join(there) or 'none'}.", file=sys.stderr)
         return 1
     with contextlib.suppress(KeyboardInterrupt):
-        try:
-            _show_logs(folder, followers, args)
-        except BrokenPipeError:
-            # Nobody reads any more; what Python still holds back must not raise once again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _show_logs(folder, followers, args)
     return 0
 
 
@@ -171,7 +170,9 @@ def _show_logs(folder: RunFolder, followers: Sequence[log_files.Follower], args:
 def _scale(args: argparse.Namespace) -> int:
     folder = _find(args.graph)
     watcher = Watcher("Scaling")
-    watcher.skip(control.status(folder))
+    status = control.status(folder)
+    watcher.skip(status)
+    _check_wanted(args.wanted, status)
     for name, count in args.wanted:
         _ask(folder, Scale(name, count))
     if not args.wait:
@@ -191,6 +192,18 @@ def _scale(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _check_wanted(wanted: Sequence[tuple[str, int]], status: GraphStatus) -> None:
+    """All or nothing: refuse before the first is scaled what the supervisor would refuse later. Raises GraphError."""
+    components = {component.name: component for component in status.components}
+    for name, count in wanted:
+        if (component := components.get(name)) is None:
+            raise GraphError(f"There is no component {name!r}{nearest(name, list(components))}; nothing was scaled.")
+        if component.max and not component.min <= count <= component.max:
+            raise GraphError(
+                f"{name} may have {component.min} to {component.max} instances, not {count}; nothing was scaled."
+            )
+
+
 def _restart(args: argparse.Namespace) -> int:
     _ask(_find(args.graph), Restart(args.name))
     return 0
@@ -205,6 +218,8 @@ def _ask(folder: RunFolder, request: Request) -> None:
 
 def _down(args: argparse.Namespace) -> int:
     folders = runs.known(os.environ) if args.all else [_find(args.graph)]
+    if not folders:
+        print("No graph is up.")
     is_clean = True
     with Interrupts() as interrupts:
         for folder in folders:

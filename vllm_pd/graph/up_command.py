@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from vllm_pd.console import print_table
-from vllm_pd.errors import GraphError
+from vllm_pd.errors import GraphError, SettingsError
 from vllm_pd.graph import check_machine, control, launcher, machine, processes, read, runs
 from vllm_pd.graph.check import check
 from vllm_pd.graph.check_serve import check_serve
@@ -35,6 +35,10 @@ _POLL_S = 0.3
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns its exit status."""
+    if args.output is not None and not args.render:
+        raise SettingsError(
+            "--output says where --render writes to, and there is no --render; add --render kubernetes."
+        )
     graph = check(read.load(args.file, sets=args.sets, environ=os.environ))
     if args.render:
         return _render(graph, args.output)
@@ -147,6 +151,8 @@ def _show_plan(graph: Graph, as_json: bool) -> int:
                 if isinstance(component, Workers):
                     # After the program and its command.
                     served[component.label] = launch.command[2:]
+    if not as_json:
+        print("Asking vLLM whether it knows what workers are told; it takes a while to load.", file=sys.stderr)
     options = check_serve(served)
     if as_json:
         plan = [dict(zip(("wave", "process", "on", "command"), row, strict=True)) for row in rows]

@@ -291,12 +291,16 @@ def test_the_commands_show_scale_and_end_a_graph_that_stays(
         assert "decode-0    ready" in text
         assert main(["scale", "decode=2", "--wait"]) == 0
         assert "decode: 1 -> 2, 1 on the way." in capfd.readouterr().out
-        assert main(["scale", "decod=2"]) == 1
-        assert "did you mean 'decode'?" in capfd.readouterr().err
+        assert main(["scale", "decode=1", "decod=2"]) == 1
+        assert "did you mean 'decode'?); nothing was scaled." in capfd.readouterr().err
+        assert main(["scale", "decode=1", "prefill=99"]) == 1
+        assert "prefill may have 0 to 64 instances, not 99; nothing was scaled." in capfd.readouterr().err
+        assert {c.name: c.wanted for c in cluster.status().components}["decode"] == 2
         assert main(["restart", "prefill"]) == 0
         assert main(["logs", "decode", "-n", "1"]) == 0
         assert capfd.readouterr().out.splitlines()[-2:] == ["decode-0 | vllm begins", "decode-1 | vllm begins"]
-        assert main(["logs", "nobody"]) == 1
+        assert main(["logs", "decod-1"]) == 1
+        assert "mine has no such log (did you mean 'decode-1'?); there are: decode-0," in capfd.readouterr().err
         file = tmp_path / "mine.yaml"
         file.write_text("graph: mine\nmodel: m\ncomponents: {worker: {}}")
         assert main(["down", str(file)]) == 0
@@ -311,6 +315,29 @@ def test_commands_about_no_graph_say_so(capsys: pytest.CaptureFixture[str]) -> N
     for command in (["down"], ["scale", "decode=1"], ["logs"], ["restart", "x"], ["status", "g"]):
         assert main(command) == 1
         assert "up" in capsys.readouterr().err
+    assert main(["down", "--all"]) == 0
+    assert "No graph is up." in capsys.readouterr().out
+
+
+def test_ways_to_start_that_exclude_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(Path(__file__).parents[3] / "configs" / "agg.yaml")
+    assert main(["up", config, "--output", "cluster.yaml"]) == 2
+    assert "add --render kubernetes" in capsys.readouterr().err
+    for both in (["--check", "--detach"], ["--check", "--render", "kubernetes"]):
+        with pytest.raises(SystemExit):
+            main(["up", config, *both])
+        assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_whoever_reads_only_the_beginning_sees_no_traceback() -> None:
+    command = [sys.executable, "-m", "vllm_pd.cli", "config", "--role", "decode"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_check_starts_nothing_and_shows_what_would_be(
