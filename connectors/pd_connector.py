@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd import settings as s
 from vllm_pd import side_channel, transfer_config
-from vllm_pd.connectors import event_flush, reused_blocks, weight_watch
+from vllm_pd.connectors import event_flush, load_room, reused_blocks, weight_watch
 from vllm_pd.connectors.cpu_cures import calm_nixl, calm_queues
 from vllm_pd.connectors.handoff_lease import DEFAULT_LEASE_S, is_handoff
 from vllm_pd.connectors.handoffs import Handoffs
@@ -92,6 +92,8 @@ class PDConnector(MultiConnector):
         self._tiers = _index_of(transfer_config.OFFLOADING, expanded.kv_transfer_config)
         self._gate: OffloadGate | None = None
         self._ssd: SsdLink | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            load_room.install()
         if self._tiers is not None and role is KVConnectorRole.SCHEDULER:
             tiers = self.sub_connectors[self._tiers].connector_scheduler
             self._gate = OffloadGate(

@@ -657,8 +657,19 @@ INTERNALS += (
             "kv_cache_manager",
             "connector",
             "kv_event_publisher",
+            "_request_remaining_blocks(request)",
+            "num_spec_tokens",
+            "num_lookahead_tokens",
         ),
-        "its KV events go out at the next step; those of a reset go out at once, since an idle engine makes no step",
+        "its KV events go out at the next step; those of a reset go out at once, since an idle engine makes no step; "
+        "what requests need beyond what is loaded for them is kept free",
+    ),
+    Internal(
+        "SingleTypeKVCacheManager",
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager",
+        ("max_admission_blocks_per_request", "req_to_blocks", "block_size"),
+        "which blocks of a KV group a request has, and the most that it has at once",
     ),
     Internal(
         "SchedulerStats",

@@ -272,3 +272,20 @@ def test_a_hand_off_is_not_read_into_blocks_that_are_still_being_stored(make: Ma
     engine.run()
     assert engine.worker.loads
     assert engine.answers["again"] == answer(first, 1)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_requests_that_were_loaded_never_wait_for_each_others_blocks(make: Make, window: int | None) -> None:
+    """Each needs more blocks once it is loaded. Nothing runs then that could give way: all of them must have room."""
+    stems = [prompt(16, seed)[: 16 * BLOCK_TOKENS] for seed in range(4)]
+    engine = make(gpu_blocks=45, cpu_blocks=200, window=window)
+    for number, stem in enumerate(stems):
+        fill(engine, f"stem{number}", stem)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.delays.load = lambda: 3
+    longer = {f"longer{number}": stem + prompt(6, 10 + number) for number, stem in enumerate(stems)}
+    for name, tokens in longer.items():
+        engine.ask(name, tokens)
+    engine.run()
+    assert all(engine.answers[name] == answer(tokens, 4) for name, tokens in longer.items())
+    assert len(engine.worker.loads) == len(stems)
