@@ -20,8 +20,8 @@ from vllm_pd.kv_offload.segments.format import (
 MIB = 1 << 20
 GIB = 1 << 30
 
-BATCH_BYTES = 8 * MIB
-SYNC_BYTES = 64 * MIB
+BATCH_BYTES = 16 * MIB
+SYNC_BYTES = 128 * MIB
 
 _SEGMENTS_IN_BUDGET = 8
 """One of them is kept free to write to while another is being emptied, so fewer would waste much of a small budget."""

@@ -173,12 +173,12 @@ class Index:
         """Where each block is. Its segment is pinned once for it, until `unpin`."""
         found: list[Place | None] = []
         with self._lock:
-            for key in keys:
-                place = self._places.get(key)
+            segments = self._segments
+            for place in map(self._places.get, keys):
                 if place is None:
                     found.append(None)
                     continue
-                segment = self._segments[place >> _NUMBER_BITS]
+                segment = segments[place >> _NUMBER_BITS]
                 segment.pins += 1
                 found.append((segment, place & _NUMBER_MASK))
         return found

@@ -13,7 +13,7 @@ from vllm_pd.kv_offload.segments.outcome import Finished, Reason
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one reader reads at once: numbers of keys of the load, in the order they lie on the disk."""
+    """What one reader delivers at once: numbers of keys of the load, in the order they lie on the disk."""
 
     load: Load
     numbers: list[int]
@@ -93,6 +93,7 @@ class LoadQueue:
         self._clock = clock
         self._changed = threading.Condition()
         self._waiting: deque[Load] = deque()
+        self._blocks_waiting = 0
         self._loads: dict[int, Load] = {}
         self._closed = False
 
@@ -110,22 +111,34 @@ class LoadQueue:
                 return False
             self._loads[id(load)] = load
             self._waiting.append(load)
+            self._blocks_waiting += sum(len(part.numbers) for part in load.waiting)
             self._changed.notify(len(load.waiting))
         return True
 
-    def take(self) -> Part | None:
-        """The next part, waiting for one; None when closed."""
+    def take(self, most: int, takers: int) -> list[Part]:
+        """The next parts, waiting for one; none when closed.
+
+        Args:
+            most: blocks; no part has more.
+            takers: who share what waits: each takes half of its share, so that none is left with much at the end.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            if not self._waiting:
-                return None
-            load = self._waiting[0]
-            part = load.waiting.popleft()
-            if not load.waiting:
-                self._waiting.popleft()
-            if load.began is None:
-                load.began = self._clock()
-            return part
+            share = min(most, self._blocks_waiting // (2 * takers))
+            parts: list[Part] = []
+            while self._waiting:
+                load = self._waiting[0]
+                share -= len(load.waiting[0].numbers)
+                if parts and share < 0:
+                    break
+                part = load.waiting.popleft()
+                parts.append(part)
+                self._blocks_waiting -= len(part.numbers)
+                if not load.waiting:
+                    self._waiting.popleft()
+                if load.began is None:
+                    load.began = self._clock()
+            return parts
 
     def part_done(self, load: Load) -> None:
         """A part was delivered or failed; with its last part a load ends."""
@@ -180,6 +193,7 @@ class LoadQueue:
             load.waiting.clear()
             if unread:
                 self._waiting.remove(load)
+                self._blocks_waiting -= sum(len(part.numbers) for part in unread)
         for part in unread:
             self._index.unpin(part.places())
         self._end(load)
