@@ -27,6 +27,9 @@ KERNEL_QUEUE, PER_LOOK = 256, 64
 FIRST_PAUSE_S, PAUSE_FACTOR, LAST_PAUSE_S = 20e-6, 1.5, 100e-6
 """After as many looks as empty and fill the kernel's queue. On a busy machine a pause is long, whatever was asked."""
 
+FASTEST = 16e9
+"""Bytes a second that no single disk moves: looking earlier than this allows is in vain."""
+
 PATIENT_AFTER_S, PATIENT_PAUSE_S = 0.1, 1e-3
 """What takes this long waits for a disk in trouble, not for us."""
 
@@ -92,12 +95,13 @@ class NixlAgent:
                 agent.get_xfer_descs(memory, "DRAM"),
                 agent.get_xfer_descs(ranges, "FILE"),
                 -(-min(len(requests), KERNEL_QUEUE) // PER_LOOK),
+                _least_s(requests),
             )
         finally:
             if self.usable:
                 agent.deregister_memory(registered, [BACKEND])
 
-    def _transfer(self, operation: Operation, memory: Any, ranges: Any, looks: int) -> bool:
+    def _transfer(self, operation: Operation, memory: Any, ranges: Any, looks: int, least_s: float) -> bool:
         agent = self._agent
         try:
             handle = agent.initialize_xfer(operation, memory, ranges, NAME)
@@ -105,7 +109,7 @@ class NixlAgent:
             return False
         try:
             state = agent.transfer(handle)
-            moved = self._wait(handle, state, looks)
+            moved = self._wait(handle, state, looks, least_s)
         except BaseException as error:
             # Some requests may be in flight and others in the queue, to be submitted with the next batch.
             _release(handle)
@@ -117,9 +121,11 @@ class NixlAgent:
         _release(handle)
         return moved
 
-    def _wait(self, handle: Any, state: str, looks: int) -> bool:
+    def _wait(self, handle: Any, state: str, looks: int, least_s: float) -> bool:
         began = time.monotonic()
         pause = 0.0
+        if state == "PROC":
+            time.sleep(least_s)
         while state == "PROC":
             try:
                 for _ in range(looks):
@@ -143,6 +149,12 @@ class NixlAgent:
         if agent is not None:
             # NIXL's own object: the Python one may live on in a traceback.
             agent.agent = None
+
+
+def _least_s(requests: Sequence[Request]) -> float:
+    """Before the kernel's queue may be done, or half empty where more is to be handed on to it."""
+    first = requests[: KERNEL_QUEUE // 2] if len(requests) > KERNEL_QUEUE else requests
+    return sum(request.length for request in first) / FASTEST
 
 
 def _release(handle: Any) -> None:
