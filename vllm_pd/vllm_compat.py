@@ -259,7 +259,7 @@ INTERNALS += (
         "ServeSubcommand",
         "vllm.entrypoints.cli.serve",
         "ServeSubcommand",
-        ("__init__()", "subparser_init(subparsers)"),
+        ("subparser_init(subparsers)",),
         "the options of `vllm serve`",
     ),
 )
