@@ -153,15 +153,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _cells(workload: Workload, starts: Sequence[float], *, quick: bool, only: str | None) -> list[Cell]:
     cells: list[Cell] = []
     if only in (None, "static"):
-        splits = range(2, WORKERS, 2) if quick else range(1, WORKERS)
+        splits = range(4, WORKERS - 2, 2) if quick else range(1, WORKERS)
         cells += [Cell(workload, f"{split}P+{WORKERS - split}D", split) for split in splits]
-        cells.append(Cell(workload, f"{WORKERS} both", both=True))
+        if not quick:
+            cells.append(Cell(workload, f"{WORKERS} both", both=True))
     if only in (None, Rule.SLA):
         cells.append(Cell(workload, "planner, fixed total", mode=Mode.FIXED))
         cells += [Cell(workload, "planner, scaling", mode=Mode.SCALE, cold_start=start) for start in starts]
     if only in (None, Rule.DYNAMO_LOAD):
         rule = Rule.DYNAMO_LOAD
-        cells.append(Cell(workload, "Dynamo's rule, fixed total", mode=Mode.FIXED, rule=rule))
+        if not quick:
+            cells.append(Cell(workload, "Dynamo's rule, fixed total", mode=Mode.FIXED, rule=rule))
         cells += [Cell(workload, "Dynamo's rule, scaling", mode=Mode.SCALE, rule=rule, cold_start=s) for s in starts]
     return cells
 
