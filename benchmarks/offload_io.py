@@ -8,13 +8,18 @@ read, the blocks of one job in the order in which they were stored.
   (ext4 takes half of what it takes when the same file is written over), and `fdatasync` counts.
 * `store`: the SSD tier's. From the first `put` until the last block is on the device (`flush`); from the first `get`
   until the last block is delivered, its checksum compared.
-* `vLLM fs`: `FileSystemTierManager`, from the first job until the last is reported. It neither syncs nor checks.
+* `vLLM fs`: `FileSystemTierManager`, from the first job until the last is reported, and when writing until the device
+  has it too (one `syncfs`): what waits in a device's cache was not written yet, here as there. It checks nothing.
+
+Python's garbage collector looks at nothing that is there before the clock starts, as in vLLM's engine.
 
 A second table is the layer below the store alone, with nothing to merge: every second block of a file, in one batch.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import os
 import random
@@ -38,6 +43,8 @@ from vllm_pd.kv_offload.block_io.base import BlockIO, Piece
 from vllm_pd.kv_offload.block_io.choose import IOBackend, choose, why_not_nixl
 from vllm_pd.kv_offload.block_io.thread_io import ThreadIO
 from vllm_pd.kv_offload.segments import SegmentStore, StoreConfig
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 NAME = "SSD read and write"
 
@@ -201,6 +208,7 @@ class FileTier:
     """vLLM's own."""
 
     def __init__(self, folder: Path, load: Load) -> None:
+        self._folder = os.open(folder, os.O_RDONLY)
         # Here, as it takes seconds and the raw figures do not need it.
         from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
@@ -220,7 +228,11 @@ class FileTier:
         self._tier: Any = FileSystemTierManager(spec, load.view, "fs", str(folder / "fs"))
 
     def write(self, jobs: Jobs, salt: int) -> float:
-        return self._run(self._tier.submit_store, jobs, salt, is_promotion=False)
+        seconds = self._run(self._tier.submit_store, jobs, salt, is_promotion=False)
+        began = time.perf_counter()
+        if _libc.syncfs(self._folder):
+            raise OSError(ctypes.get_errno(), "syncfs")
+        return seconds + time.perf_counter() - began
 
     def read(self, jobs: Jobs, salt: int) -> float:
         return self._run(self._tier.submit_load, jobs, salt, is_promotion=True)
@@ -245,6 +257,7 @@ class FileTier:
 
     def close(self) -> None:
         self._tier.shutdown()
+        os.close(self._folder)
 
 
 TIERS: dict[str, Callable[[Path, Load], Tier]] = {"raw": RawDisk, "store": Store, "vLLM fs": FileTier}
@@ -310,12 +323,15 @@ def _turn(
     try:
         tier.write(warm, WARM)
         tier.read(warm, WARM)
+        gc.collect()
+        gc.freeze()
         measure("write", tier.write)
         for again in range(2):
             load.memory.view[: load.size] = bytes(load.size)
             random.Random(2 * turn + again).shuffle(jobs)
             measure("read", tier.read)
     finally:
+        gc.unfreeze()
         tier.close()
         shutil.rmtree(place)
         # What deleting leaves to do is not the next one's.
