@@ -84,15 +84,11 @@ def serve(folder: Path, tier: dict[str, Any]) -> Iterator[Server]:
     command += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(KV_BLOCKS)]
     command += ["--shutdown-timeout", "15", "--kv-transfer-config", json.dumps(connector)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    others = _regions()
-    with ManagedProcess(ProcessSpec("vllm", command, folder / "vllm.log", env)) as process:
+    process = ManagedProcess(ProcessSpec("vllm", command, folder / "vllm.log", env))
+    with process:
         process.wait_ready(f"http://{LOOPBACK}:{port}/health", deadline_s=DEFAULT_START_DEADLINE_S)
         yield Server(port, str(model))
-    assert _regions() <= others
-
-
-def _regions() -> set[Path]:
-    return set(Path("/dev/shm").glob("vllm_offload_*"))
+    assert not process.left_shared_memory()
 
 
 def prompts() -> list[str]:

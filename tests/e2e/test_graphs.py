@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.ask import Endpoint
+from tests.shared_memory import SharedMemoryWatch
 from vllm_pd.graph import launcher, metrics_text
 from vllm_pd.graph.check import check
 from vllm_pd.graph.ports import is_listening
@@ -16,7 +17,6 @@ from vllm_pd.graph.status import GraphState
 pytestmark = pytest.mark.e2e
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SHM = Path("/dev/shm")
 # Longer than what a decode worker rather computes itself.
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 60
 
@@ -29,7 +29,8 @@ def serve_and_end(name: str, model: Path, *sets: str) -> None:
             environ={},
         )
     )
-    before = {path.name for path in SHM.iterdir()}
+    watch = SharedMemoryWatch()
+    watch.start()
     cluster = launcher.start(graph)
     try:
         status = launcher.wait_until_up(cluster.folder)
@@ -52,9 +53,10 @@ def serve_and_end(name: str, model: Path, *sets: str) -> None:
         left = launcher.stop(cluster.folder)
         cluster.leave_alone()
         cluster.supervisor.wait(60)
+        watch.stop()
     assert not left, str(left)
     assert not any(is_listening(port) for port in ports)
-    assert {path.name for path in SHM.iterdir()} <= before
+    assert watch.left() == []
 
 
 @pytest.fixture(autouse=True)
