@@ -44,7 +44,9 @@ def tiny_cluster(
 
 @pytest.fixture(scope="session")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    made = tiny_cluster(tiny_model, tmp_path_factory.mktemp("cluster"), prefill=1, decode=1, plain=1)
+    # Caches can be reset from outside.
+    dev_mode = {"VLLM_SERVER_DEV_MODE": "1"}
+    made = tiny_cluster(tiny_model, tmp_path_factory.mktemp("cluster"), env=dev_mode, prefill=1, decode=1, plain=1)
     with made:
         yield made
     # A killed server cannot clean its shared memory; the launcher does, and says so.

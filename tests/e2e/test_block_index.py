@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from tests.e2e import prompts
 from tests.e2e.ask import Endpoint, Prompt
-from tests.e2e.conftest import BLOCK, LEASE_S, MODEL, tiny_cluster
+from tests.e2e.conftest import BLOCK, LEASE_S, MODEL
 from vllm_pd.block_hash import KEY_BYTES, BlockHasher
 from vllm_pd.graph.local import LocalCluster, LocalWorker
 from vllm_pd.graph.metrics_text import Metrics
-from vllm_pd.state import Holder, Tier, WorkerState, open_block_index, open_registry
+from vllm_pd.state import Holder, Role, Tier, WorkerState, open_block_index, open_registry
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -26,40 +25,36 @@ KV_BLOCKS = 192
 Held = dict[bytes, int]
 
 
-@pytest.fixture(scope="module")
-def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    folder, dev_mode = tmp_path_factory.mktemp("index"), {"VLLM_SERVER_DEV_MODE": "1"}
-    made = tiny_cluster(tiny_model, folder, env=dev_mode, both=1, router=False)
-    with made:
-        until(lambda: is_registered(made), lambda: "the worker registers")
-        yield made
-    assert not made.left.processes and not made.left.ports
-
-
 @pytest.fixture
 def worker(cluster: LocalCluster) -> LocalWorker:
-    """With empty caches, in the engine and in the index."""
-    (worker,) = cluster.workers
+    """The one that decodes, with empty caches, in the engine and in the index."""
+    (worker,) = cluster.of_role(Role.DECODE)
+    until(lambda: is_registered(cluster), lambda: "the workers register")
     reset(worker, below=True)
     until(lambda: held(cluster) == {}, lambda: held(cluster))
     return worker
 
 
-def state_of(cluster: LocalCluster) -> WorkerState:
-    async def read() -> WorkerState:
+def states(cluster: LocalCluster) -> list[WorkerState]:
+    async def read() -> list[WorkerState]:
         registry = open_registry(cluster.store_url, cluster.namespace, timeout_s=5.0)
         try:
-            (state,) = (await registry.snapshot()).workers
-            return state
+            return list((await registry.snapshot()).workers)
         finally:
             await registry.close()
 
     return asyncio.run(read())
 
 
+def state_of(cluster: LocalCluster) -> WorkerState:
+    (state,) = [state for state in states(cluster) if state.record.role is Role.DECODE]
+    return state
+
+
 def is_registered(cluster: LocalCluster, after: int = 0) -> bool:
+    """Every worker of the cluster, and the one that decodes with a newer epoch than this."""
     try:
-        return state_of(cluster).record.epoch > after
+        return state_of(cluster).record.epoch > after and len(states(cluster)) == 2
     except ValueError:
         return False
 
@@ -200,7 +195,7 @@ def test_a_store_that_comes_back_empty_gets_the_whole_index_again(cluster: Local
     ask(worker, more)
     cluster.store.start()
 
-    until(lambda: is_registered(cluster), lambda: "the worker registers again")
+    until(lambda: is_registered(cluster), lambda: "the workers register again")
     until(lambda: on(Tier.GPU, held(cluster)) == keys(*asked, *more), lambda: held(cluster))
 
 
