@@ -141,7 +141,7 @@ def test_a_full_disk_stops_writing_with_one_sentence_and_goes_on_when_there_is_r
     with Rig(config(tmp_path), clock=lambda: now[0]) as rig, caplog.at_level(logging.INFO):
         full = rig.disk.fail("open", times=None, error=errno.ENOSPC)
         assert rig.put(range(8)).ok
-        until(lambda: rig.store.stats().writes_off, "writing to stop")
+        until(lambda: rig.store.stats().writes_off and rig.store.stats().puts_lost, "writing to stop")
         assert rig.put(range(100, 108)).failed == {key(i): Reason.NO_SPACE for i in range(100, 108)}
         stats = rig.store.stats()
         assert (stats.writes_off, stats.puts_lost) == (Reason.NO_SPACE, {Reason.NO_SPACE: 8})
