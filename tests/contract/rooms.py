@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.contract.checker import Violation
-from tests.contract.class_scan import scan_class
 from tests.contract.shapes import Member, override_refusal
 from tests.contract.source import ClassSource, SourceTree
 from tests.contract.uses import Use, uses_of_class, uses_of_module
@@ -83,7 +82,7 @@ def optional_news(new: SourceTree, old: SourceTree, rooms: Mapping[str, Path] = 
             known = old.members(before) if isinstance(before, ClassSource) else {}
             names = [
                 name
-                for name, member in scan_class(base.node).members.items()
+                for name, member in new.scan(base).members.items()
                 if name not in known and not name.startswith("_") and _is_function(member)
             ]
             if names:
@@ -102,7 +101,7 @@ def _modules(tree: SourceTree, rooms: Mapping[str, Path]) -> Iterator[str]:
 
 def _check_class(tree: SourceTree, cls: ClassSource, label: str) -> list[Violation]:
     order, _ = tree.mro(cls)
-    layers = [(owner, scan_class(owner.node).members) for owner in order]
+    layers = [(owner, tree.scan(owner).members) for owner in order]
     problems = [*_unimplemented(cls, layers), *_refused_overrides(layers)]
     violations = [Violation(cls.where, f"{text} {label}; {_supported()}") for text in problems]
     for use in uses_of_class(tree, cls):

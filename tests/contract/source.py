@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.contract.class_scan import FunctionNode, assigned_names, scan_class, signature_of, statements
+from tests.contract.class_scan import ClassScan, FunctionNode, assigned_names, scan_class, signature_of, statements
 from tests.contract.shapes import Kind, Member, Missing, Parameter, Signature, Thing
 
 
@@ -61,6 +61,7 @@ class _Import:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
+    tree: ast.Module
     bindings: dict[str, _Import | ast.stmt]
     stars: list[str]
     offered: frozenset[str]
@@ -79,6 +80,9 @@ class SourceTree:
         self._roots = dict(sorted(roots.items(), key=lambda item: -len(item[0])))
         self._aliases = dict(aliases or {})
         self._modules: dict[str, _Module | None] = {}
+        # By node, so that classes of the same name in different modules are told apart.
+        self._scans: dict[ast.ClassDef, ClassScan] = {}
+        self._class_members_of: dict[ast.ClassDef, dict[str, Member]] = {}
 
     def has_module(self, module: str) -> bool:
         return self._file(module) is not None
@@ -99,9 +103,9 @@ class SourceTree:
         return list(parsed.bindings) if parsed is not None else []
 
     def tree_of(self, module: str) -> ast.Module:
-        path = self._file(module)
-        assert path is not None, module
-        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+        parsed = self._parse(module)
+        assert parsed is not None, module
+        return parsed.tree
 
     def resolve(self, module: str, name: str, _seen: frozenset[tuple[str, str]] = frozenset()) -> Found | None:
         """What `name` of `module` is, followed through re-exports; None when there is no such name."""
@@ -156,7 +160,13 @@ class SourceTree:
         foreign: list[str] = []
         return self._linearize(cls, foreign, frozenset()), foreign
 
-    def members(self, found: Found) -> dict[str, Member]:
+    def scan(self, cls: ClassSource) -> ClassScan:
+        """What the body of the class itself defines."""
+        if cls.node not in self._scans:
+            self._scans[cls.node] = scan_class(cls.node)
+        return self._scans[cls.node]
+
+    def members(self, found: Found) -> Mapping[str, Member]:
         """All members, inherited ones too; a function's only member is `__call__`."""
         if isinstance(found, FunctionSource):
             signature = signature_of(found.node, drop_first=False)
@@ -170,12 +180,17 @@ class SourceTree:
             return self._class_members(typed) if isinstance(typed, ClassSource) else {}
         return {}
 
-    def _class_members(self, cls: ClassSource) -> dict[str, Member]:
+    def _class_members(self, cls: ClassSource) -> Mapping[str, Member]:
+        if cls.node not in self._class_members_of:
+            self._class_members_of[cls.node] = self._with_inherited(cls)
+        return self._class_members_of[cls.node]
+
+    def _with_inherited(self, cls: ClassSource) -> dict[str, Member]:
         members: dict[str, Member] = {}
         fields: dict[str, Parameter] = {}
         order, _ = self.mro(cls)
         for base in reversed(order):
-            scan = scan_class(base.node)
+            scan = self.scan(base)
             members |= {n: m for n, m in scan.members.items() if not (m.declared_only and n in members)}
             if scan.fields is not None:
                 fields |= {p.name: p for p in scan.fields}
@@ -237,8 +252,12 @@ class SourceTree:
     def _parse(self, module: str) -> _Module | None:
         if module not in self._modules:
             path = self._file(module)
-            package = module if path is not None and path.name == "__init__.py" else module.rpartition(".")[0]
-            self._modules[module] = None if path is None else _scan_module(self.tree_of(module), package)
+            if path is None:
+                self._modules[module] = None
+            else:
+                package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+                tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+                self._modules[module] = _scan_module(tree, package)
         return self._modules[module]
 
 
@@ -285,7 +304,7 @@ def _scan_module(tree: ast.Module, package: str) -> _Module:
                     stars.append(source)
                 else:
                     bindings[name.asname or name.name] = _Import(source, name.name)
-    return _Module(bindings, stars, _offered(bindings))
+    return _Module(tree, bindings, stars, _offered(bindings))
 
 
 def _absolute(statement: ast.ImportFrom, package: str) -> str:

@@ -14,7 +14,7 @@ from tests.contract.accelerators import ACCELERATORS
 from tests.contract.checker import check, check_all
 from tests.contract.installed import InstalledView
 from tests.contract.rooms import REPOSITORY, check_rooms, tree_with
-from tests.contract.source import SourceView
+from tests.contract.source import SourceTree, SourceView
 from tests.contract.wheel import CACHE
 from vllm_pd import vllm_compat
 from vllm_pd.vllm_compat import INTERNALS, Internal
@@ -32,6 +32,12 @@ def installed_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+@pytest.fixture(scope="module")
+def installed_tree(installed_folder: Path) -> SourceTree:
+    """Read by several tests, and the reading takes longest."""
+    return tree_with(installed_folder)
+
+
 @pytest.mark.parametrize("entry", INTERNALS, ids=lambda entry: entry.alias)
 def test_installed_vllm_has_what_is_used(entry: Internal, installed_folder: Path) -> None:
     assert [v.sentence for v in check(entry, InstalledView())] == []
@@ -42,13 +48,13 @@ def test_every_internal_can_be_imported_by_its_alias(installed_folder: Path) -> 
         getattr(vllm_compat, entry.alias)
 
 
-def test_source_of_the_installed_vllm_holds_as_its_objects_do(installed_folder: Path) -> None:
-    view = SourceView(tree_with(installed_folder), "the installed vLLM")
+def test_source_of_the_installed_vllm_holds_as_its_objects_do(installed_tree: SourceTree) -> None:
+    view = SourceView(installed_tree, "the installed vLLM")
     assert [v.sentence for found in check_all((*INTERNALS, *ACCELERATORS), view).values() for v in found] == []
 
 
-def test_our_classes_and_calls_fit_the_installed_vllm(installed_folder: Path) -> None:
-    found = check_rooms(tree_with(installed_folder), "the installed vLLM")
+def test_our_classes_and_calls_fit_the_installed_vllm(installed_tree: SourceTree) -> None:
+    found = check_rooms(installed_tree, "the installed vLLM")
     assert any("PDConnector" in subject for subject in found)
     assert [v.sentence for violations in found.values() for v in violations] == []
 

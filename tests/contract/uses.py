@@ -7,10 +7,10 @@ annotated with a class of vLLM's, and from there every field whose class body st
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tests.contract.class_scan import FunctionNode, last_name, methods, receiver, scan_class, statements
+from tests.contract.class_scan import FunctionNode, last_name, methods, receiver, statements
 from tests.contract.shapes import Member, call_refusal
 from tests.contract.source import ClassSource, Foreign, Found, FunctionSource, ModuleSource, SourceTree, ValueSource
 
@@ -53,6 +53,7 @@ class _Scope:
         self._tree = tree
         self._module = module
         self._function = function
+        self._nodes = list(ast.walk(function))
         self._local: dict[str, Found | None] = {}
         self.this = ""
         self.this_class: ClassSource | None = None
@@ -60,8 +61,8 @@ class _Scope:
         self._bind_names()
 
     def uses(self, where: str) -> Iterator[Use]:
-        calls = {id(node.func): node for node in ast.walk(self._function) if isinstance(node, ast.Call)}
-        for node in ast.walk(self._function):
+        calls = {id(node.func): node for node in self._nodes if isinstance(node, ast.Call)}
+        for node in self._nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 yield from self._attribute(where, node, calls.get(id(node)))
             elif isinstance(node, ast.Name) and id(node) in calls:
@@ -72,13 +73,13 @@ class _Scope:
         parameters = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
         for parameter in filter(None, parameters):
             self._local[parameter.arg] = self._annotated(parameter.annotation)
-        for node in ast.walk(self._function):
+        for node in self._nodes:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self._local.setdefault(node.id, None)
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 for name in node.names:
                     self._local[name.asname or name.name] = self._tree.resolve(node.module, name.name)
-        for node in ast.walk(self._function):
+        for node in self._nodes:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 self._local[node.target.id] = self._annotated(node.annotation)
 
@@ -138,14 +139,14 @@ class _Scope:
         first = call.args[0] if call.args else None
         return isinstance(first, ast.Name) and first.id == receiver(self._function) and first.id in ("self", "cls")
 
-    def _members_of(self, node: ast.expr) -> dict[str, Member] | None:
+    def _members_of(self, node: ast.expr) -> Mapping[str, Member] | None:
         """Members of an expression's value if it is vLLM's or derived from vLLM's and all of them can be seen."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
             if self.this_class is None:
                 return None
             members: dict[str, Member] = {}
             for cls in self.after:
-                members = {**scan_class(cls.node).members, **members}
+                members = {**self._tree.scan(cls).members, **members}
             return members
         found = self._what(node)
         if isinstance(found, ModuleSource) and found.module.startswith("vllm."):
@@ -159,9 +160,8 @@ class _Scope:
         undefined = {n for n, m in members.items() if m.declared_only and not self._declared_by_vllm(order, n)}
         return None if "__getattr__" in members else {n: m for n, m in members.items() if n not in undefined}
 
-    @staticmethod
-    def _declared_by_vllm(order: list[ClassSource], name: str) -> bool:
-        return any(c.module.startswith("vllm.") and name in scan_class(c.node).members for c in order)
+    def _declared_by_vllm(self, order: list[ClassSource], name: str) -> bool:
+        return any(c.module.startswith("vllm.") and name in self._tree.scan(c).members for c in order)
 
     def _plain_call(self, where: str, name: ast.Name, call: ast.Call) -> Iterator[Use]:
         found = self._local[name.id] if name.id in self._local else self._tree.resolve(self._module, name.id)
