@@ -14,6 +14,7 @@ import numpy as np
 
 from vllm_pd.kv_offload.block_io.base import OpenFile
 from vllm_pd.kv_offload.block_io.merge import Request
+from vllm_pd.kv_offload.block_io.pace import Pace
 
 BACKEND = "POSIX"
 NAME = "vllm-pd-block-io"
@@ -23,15 +24,6 @@ QUEUE = 1024
 
 KERNEL_QUEUE, PER_LOOK = 256, 64
 """Requests that the kernel has at a time, and those that one look at a transfer hands on to it and takes back."""
-
-FIRST_PAUSE_S, PAUSE_FACTOR, LAST_PAUSE_S = 20e-6, 1.5, 100e-6
-"""After as many looks as empty and fill the kernel's queue. On a busy machine a pause is long, whatever was asked."""
-
-FASTEST = 16e9
-"""Bytes a second that no single disk moves: looking earlier than this allows is in vain."""
-
-PATIENT_AFTER_S, PATIENT_PAUSE_S = 0.1, 1e-3
-"""What takes this long waits for a disk in trouble, not for us."""
 
 # The POSIX backend asks that memory and files are registered and does nothing with it: all addresses are registered
 # once, which saves the bookkeeping of who has which memory. Files are registered for one transfer each, so that a
@@ -50,6 +42,7 @@ class NixlAgent:
     """
 
     def __init__(self) -> None:
+        self._paces: dict[Operation, Pace] = {"READ": Pace(), "WRITE": Pace()}
         try:
             api = importlib.import_module("nixl._api")
         except ImportError as error:
@@ -94,14 +87,13 @@ class NixlAgent:
                 operation,
                 agent.get_xfer_descs(memory, "DRAM"),
                 agent.get_xfer_descs(ranges, "FILE"),
-                -(-min(len(requests), KERNEL_QUEUE) // PER_LOOK),
-                _least_s(requests),
+                requests,
             )
         finally:
             if self.usable:
                 agent.deregister_memory(registered, [BACKEND])
 
-    def _transfer(self, operation: Operation, memory: Any, ranges: Any, looks: int, least_s: float) -> bool:
+    def _transfer(self, operation: Operation, memory: Any, ranges: Any, requests: Sequence[Request]) -> bool:
         agent = self._agent
         try:
             handle = agent.initialize_xfer(operation, memory, ranges, NAME)
@@ -109,7 +101,7 @@ class NixlAgent:
             return False
         try:
             state = agent.transfer(handle)
-            moved = self._wait(handle, state, looks, least_s)
+            moved = self._wait(handle, state, self._paces[operation], requests)
         except BaseException as error:
             # Some requests may be in flight and others in the queue, to be submitted with the next batch.
             _release(handle)
@@ -121,26 +113,27 @@ class NixlAgent:
         _release(handle)
         return moved
 
-    def _wait(self, handle: Any, state: str, looks: int, least_s: float) -> bool:
+    def _wait(self, handle: Any, state: str, pace: Pace, requests: Sequence[Request]) -> bool:
+        # Before the kernel's queue may be done, or half empty where more is to be handed on to it.
+        first = requests[: KERNEL_QUEUE // 2] if len(requests) > KERNEL_QUEUE else requests
+        looks = -(-min(len(requests), KERNEL_QUEUE) // PER_LOOK)
+        size = sum(request.length for request in first)
         began = time.monotonic()
-        pause = 0.0
-        if state == "PROC":
-            time.sleep(least_s)
-        while state == "PROC":
+        for pause in pace.pauses(size):
+            if state != "PROC":
+                break
+            time.sleep(pause)
             try:
                 for _ in range(looks):
                     state = self._agent.check_xfer_state(handle)
                     if state != "PROC":
-                        return state == "DONE"
+                        break
             except Exception:
                 # From 1.5 on (`choose` takes no older one) NIXL says so when nothing is under way any more, and drops
                 # what it had not begun.
                 return False
-            if pause < LAST_PAUSE_S:
-                pause = min(max(FIRST_PAUSE_S, pause * PAUSE_FACTOR), LAST_PAUSE_S)
-            elif time.monotonic() - began > PATIENT_AFTER_S:
-                pause = PATIENT_PAUSE_S
-            time.sleep(pause)
+        if state == "DONE" and first is requests:
+            pace.took(size, time.monotonic() - began)
         return state == "DONE"
 
     def close(self) -> None:
@@ -149,12 +142,6 @@ class NixlAgent:
         if agent is not None:
             # NIXL's own object: the Python one may live on in a traceback.
             agent.agent = None
-
-
-def _least_s(requests: Sequence[Request]) -> float:
-    """Before the kernel's queue may be done, or half empty where more is to be handed on to it."""
-    first = requests[: KERNEL_QUEUE // 2] if len(requests) > KERNEL_QUEUE else requests
-    return sum(request.length for request in first) / FASTEST
 
 
 def _release(handle: Any) -> None:
