@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_pd.planner.capacity import IRREGULAR, Demand
-from vllm_pd.planner.memory import Sample
+from vllm_pd.planner.memory import Buckets, Sample
+from vllm_pd.planner.seasons import Season, seasons, trusted
 
 _FIRST = 6
 """Samples before the first expectation that is judged."""
@@ -22,6 +23,8 @@ _KEEP = 0.98
 """What a judgement still weighs when the next one was made."""
 _JUDGED_BY = 4
 """Samples whose mean an expectation is compared with: what one sample has more than the next, queues even out."""
+_PARTS = 30
+"""Samples that must be known as parts of what is usual before a season is gone by."""
 _CLEARLY = 0.95
 """A method is preferred to a calmer one that was off by more than it, times this."""
 
@@ -55,6 +58,10 @@ class Forecast:
     decode_spread: float
     by: str
     """The method, for an explanation."""
+    returns: bool = False
+    """Whether all of it was seen to return, and is what is usual then: it can be gone by further than a trend can."""
+    held: float | None = None
+    """KV tokens of a sequence that is decoded, where what is usual of it then is known."""
 
     @property
     def spreads(self) -> tuple[float, float]:
@@ -62,29 +69,48 @@ class Forecast:
 
 
 def forecasts(
-    history: Sequence[Sample], ahead_s: Sequence[float], answer_tokens: float = 0.0, answer_s: float = 0.0
+    history: Sequence[Sample],
+    ahead_s: Sequence[float],
+    answer_tokens: float = 0.0,
+    answer_s: float = 0.0,
+    ages: Sequence[Buckets] = (),
+    at_s: float = 0.0,
 ) -> list[Forecast]:
     """The demand in so many seconds, for each; nothing with the usual spread where nothing was seen.
 
     Args:
         answer_tokens, answer_s: how long a usual answer is, and lasts. Who arrives now is answered for as long, so
             where more arrive than are being answered, there is more to decode soon.
+        ages, at_s: what came over days, and when the last sample ended; without them nothing is known to return.
     """
     if not history:
         return [Forecast(Demand(), _USUAL_SPREAD, _USUAL_SPREAD, "nothing was seen yet") for _ in ahead_s]
     each = max(sum(sample.seconds for sample in history) / len(history), 1e-3)
     steps = [max(0.0, seconds / each) for seconds in ahead_s]
-    series = [best_guesses([get(sample) for sample in history], steps) for get in _SERIES]
+    middles, end = [], at_s
+    for sample in reversed(history):
+        middles.append(end - sample.seconds / 2)
+        end -= sample.seconds
+    middles.reverse()
+    series = []
+    for get, returns in zip(_SERIES, seasons(ages, ahead_s), strict=True):
+        values = [get(sample) for sample in history]
+        guesses = best_guesses(values, steps)
+        for index, seconds in enumerate(ahead_s):
+            if season := trusted(returns, index, seconds):
+                guesses[index] = _as_usual(values, middles, steps[index], season, at_s + seconds, guesses[index])
+        series.append(guesses)
     found = []
-    for ahead, arrivals, prompt, uncached, output in zip(ahead_s, *series, strict=True):
+    for ahead, arrivals, prompt, uncached, output, held in zip(ahead_s, *series, strict=True):
         coming = arrivals.value * answer_tokens
         begun = 1.0 - math.exp(-ahead / answer_s) if answer_s > 0 else 0.0
-        decoded = max(output.value, output.value + (coming - output.value) * begun)
+        decoded = output.value if output.returns else max(output.value, output.value + (coming - output.value) * begun)
         demand = Demand(arrivals.value, prompt.value, min(uncached.value, prompt.value), decoded)
         count = max(sum(sample.arrivals for sample in history) / len(history) * each * _JUDGED_BY, 1e-9)
         prefill = _without_chance(uncached.spread, IRREGULAR / count)
         decode = max(_LEAST_SPREAD, output.spread)
-        found.append(Forecast(demand, prefill, decode, arrivals.by))
+        returns = arrivals.returns and uncached.returns and output.returns
+        found.append(Forecast(demand, prefill, decode, arrivals.by, returns, held.value if held.returns else None))
     return found
 
 
@@ -93,6 +119,7 @@ _SERIES: tuple[Callable[[Sample], float], ...] = (
     lambda sample: sample.prompt_tokens,
     lambda sample: sample.uncached_tokens,
     lambda sample: sample.output_tokens,
+    lambda sample: sample.held,
 )
 
 
@@ -107,6 +134,7 @@ class Guess:
     value: float
     spread: float
     by: str
+    returns: bool = False
 
 
 def best_guesses(values: Sequence[float], steps: Sequence[float]) -> list[Guess]:
@@ -125,6 +153,32 @@ def best_guesses(values: Sequence[float], steps: Sequence[float]) -> list[Guess]
         spread = off / scale if scale > 0 else _USUAL_SPREAD
         found.append(Guess(value, min(_MOST_SPREAD, spread), method.name))
     return found
+
+
+def _as_usual(
+    values: Sequence[float], middles: Sequence[float], steps: float, season: Season, then_s: float, plain: Guess
+) -> Guess:
+    """The guess of how much of the usual comes, times what is usual then."""
+    then = season.at(then_s)
+    parts: list[float] = []
+    for value, middle in zip(values, middles, strict=True):
+        usually = season.at(middle)
+        if usually is None:
+            parts.clear()
+        else:
+            parts.append(value / usually)
+    if then is None or len(parts) < _PARTS:
+        return plain
+    (part,) = best_guesses(parts, (steps,))
+    if season.width_s > then_s - middles[-1] and part.spread > _CLEARLY * plain.spread:
+        # Its buckets are too wide to tell how good it is at so short a distance.
+        return plain
+    by = f"what returns every {_span(season.period_s)}, and of that {part.by}"
+    return Guess(part.value * then, part.spread, by, True)
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 3600:.0f} hours" if seconds >= 10_000 else f"{seconds / 60:.0f} minutes"
 
 
 def smoothed(values: Sequence[float], steps: Sequence[float], method: Method) -> list[tuple[float, float]]:

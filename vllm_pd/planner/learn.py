@@ -9,6 +9,7 @@ from dataclasses import replace
 from vllm_pd.linear_law import LinearLaw
 from vllm_pd.planner.capacity import Speed, StepLaw
 from vllm_pd.planner.config import PlannerConfig
+from vllm_pd.planner.long_history import remembered
 from vllm_pd.planner.memory import Memory, Sample, StepSample
 from vllm_pd.planner.model import PoolView, Traffic
 from vllm_pd.planner.sight import Sight, known_loads
@@ -38,9 +39,16 @@ def learn(view: PoolView, sight: Sight, config: PlannerConfig) -> Memory:
         traffic.prompt_tokens / traffic.seconds,
         traffic.uncached_tokens / traffic.seconds,
         _decoded(traffic, sight, memory, config),
+        _load_of_decoders(view, sight, config)[2],
     )
     answer, answers = _answers(traffic, memory)
-    memory = replace(memory, history=(*memory.history, sample)[-_KEPT:], answer=answer, answers=answers)
+    memory = replace(
+        memory,
+        history=(*memory.history, sample)[-_KEPT:],
+        ages=remembered(memory.ages, sample, view.at_s - traffic.age_s),
+        answer=answer,
+        answers=answers,
+    )
     return _learn_steps(view, sight, traffic, memory, config)
 
 
@@ -69,16 +77,21 @@ def _answers(traffic: Traffic, memory: Memory) -> tuple[float, float]:
     return (before * memory.answer + traffic.finished * traffic.mean_output) / count, count
 
 
-def _learn_steps(view: PoolView, sight: Sight, traffic: Traffic, memory: Memory, config: PlannerConfig) -> Memory:
-    """How long a decode step took with what the decode workers had, and how much KV a sequence needs."""
+def _load_of_decoders(view: PoolView, sight: Sight, config: PlannerConfig) -> tuple[float, float, float]:
+    """Sequences and KV tokens of a decode worker, and the tokens of one sequence; 0 where that is not known."""
     decoders = sight.decode + sight.both
     loads = [worker for worker in known_loads(decoders, config) if worker.is_settled]
     if len(loads) * 2 < len(decoders) or not loads or not view.kv_tokens:
-        return memory
+        return 0.0, 0.0, 0.0
     sequences = sum(worker.running or 0 for worker in loads) / len(loads)
     tokens = sum(worker.kv_usage or 0.0 for worker in loads) / len(loads) * view.kv_tokens
-    if sequences > 0:
-        held = tokens / sequences
+    return sequences, tokens, tokens / sequences if sequences > 0 else 0.0
+
+
+def _learn_steps(view: PoolView, sight: Sight, traffic: Traffic, memory: Memory, config: PlannerConfig) -> Memory:
+    """How long a decode step took with what the decode workers had, and how much KV a sequence needs."""
+    sequences, tokens, held = _load_of_decoders(view, sight, config)
+    if held > 0:
         usual = memory.held_tokens
         memory = replace(memory, held_tokens=held if usual is None else usual + _SMOOTH * (held - usual))
     itl = traffic.itl

@@ -18,6 +18,23 @@ class Sample:
     prompt_tokens: float
     uncached_tokens: float
     output_tokens: float
+    held: float = 0.0
+    """KV tokens of a sequence that was being decoded; 0 when not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """What came in equal spans of the clock that all planners share."""
+
+    width_s: float
+    index: int = 0
+    """Number of the span that is being filled: those before lie without a gap before it."""
+    sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    """Seconds that were seen of it, and each number of a sample times these."""
+    packed: bytes = b""
+    """Those that are full, oldest first: the numbers of a sample, of 32 bits each."""
+    periods: tuple[int, ...] = (0, 0, 0, 0, 0)
+    """After how many of them each returns; of tokens a second, those of one arrival. 0: not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +119,8 @@ class Memory:
     """`PoolView.at_s` of the step before."""
     history: tuple[Sample, ...] = ()
     """Oldest first."""
+    ages: tuple[Buckets, ...] = ()
+    """What came over hours and days, in buckets of several widths."""
     steps: tuple[StepSample, ...] = ()
     workers: tuple[WorkerId, ...] = ()
     """Seen in the step before."""
