@@ -6,7 +6,7 @@
 The series are what the workloads of `benchmarks.planner` bring in each ten seconds, in requests, and one whose load
 returns every 25 minutes for four hours. From each minute on it is guessed what arrives in 10, 60 and 300 s, with no
 look ahead; what came is the mean of the 40 s from then on. The error is the root mean square over the series' mean.
-The methods with `season` are told the period of 25 minutes, which nobody tells a planner.
+The methods with `season` are told the period of 25 minutes, which nobody tells a planner: it looks for one.
 
 Libraries are no part of vllm-pd: `pip install --target DIR statsmodels statsforecast`, then PYTHONPATH=DIR.
 """
@@ -28,7 +28,9 @@ from typing import Any
 from benchmarks.common import Report, progress
 from benchmarks.planner import DEFAULT_FOLDER
 from benchmarks.planner_workloads import SINUSOID, WORKLOADS, Workload, wave
-from vllm_pd.planner.forecast import best_guesses
+from vllm_pd.planner.forecast import best_guesses, forecasts
+from vllm_pd.planner.long_history import remembered
+from vllm_pd.planner.memory import Buckets, Sample
 from vllm_pd.sim.trace import SOURCE
 
 BIN_S = 10.0
@@ -176,6 +178,24 @@ def _own(values: Sequence[float]) -> Sequence[float]:
     return [guess.value for guess in best_guesses(values, STEPS)]
 
 
+class _Returning:
+    """The planner's way with what it learns of what returns, in the values that it was given one after the other."""
+
+    def __init__(self) -> None:
+        self._ages: tuple[Buckets, ...] = ()
+        self._known = 0
+
+    def __call__(self, values: Sequence[float]) -> Sequence[float]:
+        if len(values) < self._known:
+            self._ages, self._known = (), 0
+        samples = [Sample(BIN_S, value, value, value, value) for value in values]
+        for number in range(self._known, len(samples)):
+            self._ages = remembered(self._ages, samples[number], (number + 1) * BIN_S)
+        self._known = len(samples)
+        found = forecasts(samples[-OWN_WINDOW:], HORIZONS_S, ages=self._ages, at_s=len(samples) * BIN_S)
+        return [each.demand.arrivals for each in found]
+
+
 def _at_steps(future: Sequence[float]) -> list[float]:
     return [max(0.0, float(future[steps - 1])) for steps in STEPS]
 
@@ -222,7 +242,8 @@ def _once_known(
 METHODS = (
     Method("mean of the last minute", _mean_of(6)),
     Method("mean of the last five", _mean_of(30)),
-    Method("planner", _own, window=OWN_WINDOW),
+    Method("planner, smoothing only", _own, window=OWN_WINDOW),
+    Method("planner", _Returning(), window=sys.maxsize),
     Method("Holt-Winters, damped trend", _holt, "statsmodels"),
     Method("AutoETS", _auto_ets, "statsforecast"),
     Method("Holt-Winters, season", _once_known(lambda values: _holt(values, SEASON), 2 * SEASON), "statsmodels", 1440),

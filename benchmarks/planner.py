@@ -6,6 +6,7 @@
     python -m benchmarks.planner --workloads sinusoid,step --cold-starts 60 --only sla
     python -m benchmarks.planner --workloads sinusoid,step,spike --seed 1   # other arrivals by the same rates
     python -m benchmarks.planner --workloads sinusoid --only sla --explain     # every step of the planner that acts
+    python -m benchmarks.planner --workloads "long sinusoid"    # three hours, in which what returns can be learned
 
 Attainment is the fraction of all requests (those turned away, lost or never ended included) whose first token came
 within the TTFT target and whose tokens came, on average, within the ITL target. GPU hours count each worker from the
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Report, Target, progress
-from benchmarks.planner_workloads import WORKLOADS, Workload
+from benchmarks.planner_workloads import ON_REQUEST, WORKLOADS, Workload
 from vllm_pd.planner.config import PlannerConfig, Rule
 from vllm_pd.planner.model import Mode, Plan
 from vllm_pd.routing.split_rule import split_rule
@@ -95,13 +96,14 @@ class Found:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it. Returns 0 when every target was reached, 1 when not, 2 for what cannot be run."""
     args = _arguments(argv)
-    names = [workload.name for workload in WORKLOADS]
-    wanted = args.workloads or (QUICK if args.quick else names)
+    there = (*WORKLOADS, *ON_REQUEST)
+    names = [workload.name for workload in there]
+    wanted = args.workloads or (QUICK if args.quick else [workload.name for workload in WORKLOADS])
     unknown = [name for name in wanted if name not in names]
     if unknown:
         print(f"There is no workload {', '.join(unknown)}; choose from {', '.join(names)}.", file=sys.stderr)
         return 2
-    workloads = [workload for workload in WORKLOADS if workload.name in wanted]
+    workloads = [workload for workload in there if workload.name in wanted]
     missing = [
         str(path)
         for workload in workloads

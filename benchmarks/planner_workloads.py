@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm_pd.sim.timing import TimingModel
@@ -118,6 +118,8 @@ def _spike_writing(at: float) -> float:
 
 
 SINUSOID = Workload("sinusoid", 10.0, 0.06, True, reading=_sinusoid_reading, writing=_sinusoid_writing)
+LONG = replace(SINUSOID, name="long sinusoid", seconds=10_800.0)
+"""Long enough for its periods to be seen, of 25 minutes for how much arrives and 40 for what it is like, and used."""
 STEP = Workload("step", 10.0, 0.06, True, True, reading=_step_reading, writing=_step_writing)
 SPIKE = Workload("spike", 10.0, 0.06, True, True, seconds=2400.0, reading=_spike_reading, writing=_spike_writing)
 CONVERSATION, SYNTHETIC = (
@@ -135,3 +137,5 @@ CONVERSATION, SYNTHETIC = (
     for name in ("conversation", "synthetic")
 )
 WORKLOADS = (SINUSOID, STEP, SPIKE, CONVERSATION, SYNTHETIC)
+ON_REQUEST = (LONG,)
+"""Run only when named: what takes long."""
