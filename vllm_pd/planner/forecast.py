@@ -87,21 +87,18 @@ def forecasts(
         return [Forecast(Demand(), _USUAL_SPREAD, _USUAL_SPREAD, "nothing was seen yet") for _ in ahead_s]
     each = max(sum(sample.seconds for sample in history) / len(history), 1e-3)
     steps = [max(0.0, seconds / each) for seconds in ahead_s]
-    middles, end = [], at_s
-    for sample in reversed(history):
-        middles.append(end - sample.seconds / 2)
-        end -= sample.seconds
-    middles.reverse()
-    series = []
-    for get, returns in zip(_SERIES, seasons(ages, ahead_s), strict=True):
-        values = [get(sample) for sample in history]
-        guesses = best_guesses(values, steps)
-        for index, seconds in enumerate(ahead_s):
-            if season := trusted(returns, index, seconds):
-                guesses[index] = _as_usual(values, middles, steps[index], season, at_s + seconds, guesses[index])
-        series.append(guesses)
+    *returning, held_returning = seasons(ages, ahead_s)
+    times = _times(history, at_s, ahead_s)
+    series = [
+        _guesses([get(sample) for sample in history], steps, times, returns)
+        for get, returns in zip(_SERIES, returning, strict=True)
+    ]
+    held: list[float | None] = [None] * len(steps)
+    if held_returning:
+        guesses = _guesses([sample.held for sample in history], steps, times, held_returning)
+        held = [guess.value if guess.returns else None for guess in guesses]
     found = []
-    for ahead, arrivals, prompt, uncached, output, held in zip(ahead_s, *series, strict=True):
+    for ahead, arrivals, prompt, uncached, output, sequence in zip(ahead_s, *series, held, strict=True):
         coming = arrivals.value * answer_tokens
         begun = 1.0 - math.exp(-ahead / answer_s) if answer_s > 0 else 0.0
         decoded = output.value if output.returns else max(output.value, output.value + (coming - output.value) * begun)
@@ -110,7 +107,7 @@ def forecasts(
         prefill = _without_chance(uncached.spread, IRREGULAR / count)
         decode = max(_LEAST_SPREAD, output.spread)
         returns = arrivals.returns and uncached.returns and output.returns
-        found.append(Forecast(demand, prefill, decode, arrivals.by, returns, held.value if held.returns else None))
+        found.append(Forecast(demand, prefill, decode, arrivals.by, returns, sequence))
     return found
 
 
@@ -119,8 +116,46 @@ _SERIES: tuple[Callable[[Sample], float], ...] = (
     lambda sample: sample.prompt_tokens,
     lambda sample: sample.uncached_tokens,
     lambda sample: sample.output_tokens,
-    lambda sample: sample.held,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Of a history and what is expected after it, on the clock that planners share."""
+
+    at_s: float
+    ahead_s: Sequence[float]
+    middles: Sequence[float]
+    """Of the samples."""
+
+
+def _times(history: Sequence[Sample], at_s: float, ahead_s: Sequence[float]) -> _Times:
+    middles, end = [], at_s
+    for sample in reversed(history):
+        middles.append(end - sample.seconds / 2)
+        end -= sample.seconds
+    return _Times(at_s, ahead_s, middles[::-1])
+
+
+def _guesses(values: Sequence[float], steps: Sequence[float], times: _Times, returns: Sequence[Season]) -> list[Guess]:
+    """By smoothing, or by what returns where that is better."""
+    guesses = best_guesses(values, steps)
+    parts: dict[float, list[Guess]] = {}
+    for index, seconds in enumerate(times.ahead_s):
+        season = trusted(returns, index, seconds)
+        then = season.at(times.at_s + seconds) if season is not None else None
+        if season is None or then is None:
+            continue
+        if season.width_s not in parts:
+            parts[season.width_s] = _parts_of_usual(values, times.middles, steps, season)
+        if not parts[season.width_s]:
+            continue
+        part = parts[season.width_s][index]
+        # Buckets that are wider than the distance cannot tell how good it is there; the last samples can.
+        if season.width_s <= seconds or part.spread < _CLEARLY * guesses[index].spread:
+            by = f"what returns every {_span(season.period_s)}, and of that {part.by}"
+            guesses[index] = Guess(part.value * then, part.spread, by, True)
+    return guesses
 
 
 def _without_chance(spread: float, variance: float) -> float:
@@ -155,11 +190,10 @@ def best_guesses(values: Sequence[float], steps: Sequence[float]) -> list[Guess]
     return found
 
 
-def _as_usual(
-    values: Sequence[float], middles: Sequence[float], steps: float, season: Season, then_s: float, plain: Guess
-) -> Guess:
-    """The guess of how much of the usual comes, times what is usual then."""
-    then = season.at(then_s)
+def _parts_of_usual(
+    values: Sequence[float], middles: Sequence[float], steps: Sequence[float], season: Season
+) -> list[Guess]:
+    """How much of what is usual will come; nothing where it is not known for long enough what was."""
     parts: list[float] = []
     for value, middle in zip(values, middles, strict=True):
         usually = season.at(middle)
@@ -167,14 +201,7 @@ def _as_usual(
             parts.clear()
         else:
             parts.append(value / usually)
-    if then is None or len(parts) < _PARTS:
-        return plain
-    (part,) = best_guesses(parts, (steps,))
-    if season.width_s > then_s - middles[-1] and part.spread > _CLEARLY * plain.spread:
-        # Its buckets are too wide to tell how good it is at so short a distance.
-        return plain
-    by = f"what returns every {_span(season.period_s)}, and of that {part.by}"
-    return Guess(part.value * then, part.spread, by, True)
+    return best_guesses(parts, steps) if len(parts) >= _PARTS else []
 
 
 def _span(seconds: float) -> str:
