@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_pd.planner import explain
+from vllm_pd.planner.capacity import Speed
 from vllm_pd.planner.changes import moves, removals, rested, starts
 from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.correct import corrected
 from vllm_pd.planner.decision import Decision
-from vllm_pd.planner.forecast import forecasts
+from vllm_pd.planner.forecast import Forecast, forecasts
 from vllm_pd.planner.learn import answer_s, speed
 from vllm_pd.planner.memory import Memory, NeedSample
 from vllm_pd.planner.model import Action, Mode, PoolView
@@ -23,6 +25,8 @@ _LOST = 0.5
 _LEAST_SURPRISE, _MOST_SURPRISE, _SURPRISED_S = 0.1, 0.5, 1000.0
 """Relative standard deviation of a guess beyond which no workers are started for it: as a start's seconds over these,
 within bounds."""
+_SURE = 3
+"""Steps for which workers must have been too many before one goes, where what is usual says when they are needed."""
 _WARY = 1.5
 """So many times as much of a surprise is planned for before workers are taken away: what goes takes long to come back,
 and chance alone would take some away and start them again."""
@@ -39,7 +43,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     most = max(config.max_workers, sight.total, 2)
     # Unknown is not nothing: what can be said without the queue is how many are needed at least.
     waiting = float(view.queue.tokens) if view.queue is not None else 0.0
-    near, far = forecasts(memory.history, (soon_s, late_s), memory.answer, answer_s(memory))
+    near, far = _expected((soon_s, late_s), view, memory)
     soon = outlook(near.demand, near.spreads, pace, config, most, waiting)
     reasons = [*explain.seen(view, config), *explain.able(pace, soon, config)]
     reasons.append(explain.ahead(near, soon_s))
@@ -51,14 +55,24 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     if view.traffic is not None and not sight.moving:
         memory = corrected(memory, view.traffic, soon, now)
         sight = replace(sight, memory=memory)
-    target = at_hand
+    target, rest_s = at_hand, _rest(memory, config)
     if config.mode is Mode.SCALE:
-        late = outlook(far.demand, _capped(far.spreads, memory, config), pace, config, most)
+        late = outlook(far.demand, _capped(far.spreads, memory, config), _then(pace, far), config, most)
         reasons.append(explain.ahead(far, late_s))
         need = _least(late, config)
         # What may be needed again soon is kept, also where it would not be started yet.
-        wary = outlook(far.demand, _capped(far.spreads, memory, config, _WARY), pace, config, most)
+        wary = outlook(far.demand, _capped(far.spreads, memory, config, _WARY), _then(pace, far), config, most)
         kept = max(_least(wary, config).total, _least(soon, config).total)
+        if far.returns:
+            # Between the moments at which what is done now has an effect, and for as long after them as it must pay.
+            others = _expected(((soon_s + late_s) / 2, late_s + config.payback_s), view, memory)
+            if all(other.returns for other in others):
+                # What is usual says when they are needed again, so that need not be waited for.
+                rest_s = _SURE * config.interval_s
+                for then in others:
+                    spreads = _capped(then.spreads, memory, config, _WARY)
+                    usual = outlook(then.demand, spreads, _then(pace, then), config, most)
+                    kept = max(kept, _least(usual, config).total)
         if view.queue is not None:
             memory = _remember_need(memory, kept, config)
             sight = replace(sight, memory=memory)
@@ -69,7 +83,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
         elif view.queue is None:
             held_back.append("Nobody is taken away: what waits for prefill is not known.")
         elif not sight.starting:
-            target = min(at_hand, max(_enough(memory, config, at_hand), config.min_workers))
+            target = min(at_hand, max(_enough(memory, rest_s, at_hand), config.min_workers))
     if at_hand >= 2:
         wanted = best_split(soon, at_hand)
         reasons.append(explain.splits(now, wanted, either, soon))
@@ -78,10 +92,19 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
         else:
             actions += _move(sight, now, wanted, present, either, soon, config, held_back)
     if target < at_hand and not actions:
-        actions += _remove(sight, present, either, soon, target, config, held_back)
+        actions += _remove(sight, present, either, soon, target, rest_s, config, held_back)
     reasons += held_back
     verdict = explain.verdict(actions, now, soon, sight, held_back)
     return Decision(memory, tuple(actions), verdict, tuple(reasons), numbers)
+
+
+def _expected(ahead_s: Sequence[float], view: PoolView, memory: Memory) -> list[Forecast]:
+    return forecasts(memory.history, ahead_s, memory.answer, answer_s(memory), memory.ages, view.at_s)
+
+
+def _then(pace: Speed, forecast: Forecast) -> Speed:
+    """With sequences as large as they are then."""
+    return pace if forecast.held is None else replace(pace, held_tokens=forecast.held)
 
 
 def _capped(
@@ -120,11 +143,11 @@ def _rest(memory: Memory, config: PlannerConfig) -> float:
     return max(config.remove_after_s / 2, memory.start_s)
 
 
-def _enough(memory: Memory, config: PlannerConfig, at_hand: int) -> int:
-    """The most that was wanted lately; all that are there until that is known for long enough."""
-    if memory.needs_since is None or memory.clock - memory.needs_since < _rest(memory, config):
+def _enough(memory: Memory, rest_s: float, at_hand: int) -> int:
+    """The most that was wanted in the last seconds; all that are there until that is known for so long."""
+    if memory.needs_since is None or memory.clock - memory.needs_since < rest_s:
         return at_hand
-    return max(each.workers for each in memory.needs)
+    return max(each.workers for each in memory.needs if each.at >= memory.clock - rest_s)
 
 
 def _start(sight: Sight, over: Outlook, need: Need, config: PlannerConfig, held_back: list[str]) -> list[Action]:
@@ -207,11 +230,12 @@ def _remove(
     either: int,
     soon: Outlook,
     target: int,
+    rest_s: float,
     config: PlannerConfig,
     held_back: list[str],
 ) -> list[Action]:
     surplus = present.total + either - target
-    why = f"for {_rest(sight.memory, config):.0f} s {target} workers would have been enough"
+    why = f"for {rest_s:.0f} s {target} workers would have been enough"
     if not present.total:
         return list(removals(sight, Role.BOTH, surplus, why, config))
     if target < 2:
