@@ -62,18 +62,22 @@ def starts(
     return [AddAction(role, count, why)] if count > 0 else []
 
 
+def rest_left(memory: Memory, to: Role, config: PlannerConfig) -> float:
+    """Seconds for which it is too early for another move into this role; 0 when it is not."""
+    if memory.moved_at is None or memory.moved_to is None:
+        return 0.0
+    rest = config.cooldown_s
+    if memory.moved_to is not to:
+        rest *= _BACK * 2.0 ** min(_turns(memory), _MOST_TURNS)
+    return max(0.0, memory.moved_at + rest - memory.clock)
+
+
 def rested(memory: Memory, to: Role, config: PlannerConfig) -> str:
     """Why it is too early for another move into this role; "" when it is not."""
-    if memory.moved_at is None or memory.moved_to is None:
-        return ""
-    back = memory.moved_to is not to
-    rest = config.cooldown_s
-    if back:
-        rest *= _BACK * 2.0 ** min(_turns(memory), _MOST_TURNS)
-    left = memory.moved_at + rest - memory.clock
+    left = rest_left(memory, to, config)
     if left <= 0:
         return ""
-    if back:
+    if memory.moved_to is not to:
         return f"A worker became {memory.moved_to} a short while ago, so none goes the other way for {left:.0f} s more."
     return f"What the last move brought is waited for, {left:.0f} s more."
 

@@ -119,6 +119,11 @@ def because(need: Need) -> str:
     return f"{need.total} workers are needed, with which {need.worth:.0%} are expected to meet both targets"
 
 
+def unmoved(role: Role) -> str:
+    """Why workers of a kind are started although there are enough of both together."""
+    return f"{role} lacks workers, and none may move there so soon after the last move"
+
+
 def not_worth(now: Split, after: Split, gain: float, config: PlannerConfig) -> str:
     return f"{after} instead of {now} would bring {gain:.1%} more; a move must bring {config.worth:.0%}."
 

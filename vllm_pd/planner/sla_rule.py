@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vllm_pd.planner import explain
 from vllm_pd.planner.capacity import Speed
-from vllm_pd.planner.changes import moves, removals, rested, starts
+from vllm_pd.planner.changes import moves, removals, rest_left, rested, starts
 from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.correct import corrected
 from vllm_pd.planner.decision import Decision
 from vllm_pd.planner.forecast import Forecast, forecasts
 from vllm_pd.planner.learn import answer_s, speed
 from vllm_pd.planner.memory import Memory, NeedSample
-from vllm_pd.planner.model import Action, Mode, PoolView
+from vllm_pd.planner.model import Action, AddAction, Mode, PoolView
 from vllm_pd.planner.sight import Sight
-from vllm_pd.planner.target import Need, Outlook, Split, best_split, least_total, outlook
+from vllm_pd.planner.target import Need, Outlook, Split, best_split, least_total, make_up, outlook
 from vllm_pd.state.base import Role
 
 _EASED = 1.15
@@ -78,8 +79,9 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
             sight = replace(sight, memory=memory)
         reasons.append(explain.need(need, sight.total, config))
         numbers["workers_needed"] = float(need.total)
-        if need.total > sight.total:
-            actions += _start(sight, late, need, config, held_back)
+        lacking = _lacking(sight, late, need, config)
+        if lacking:
+            actions += _start(sight, lacking, need, config, held_back)
         elif view.queue is None:
             held_back.append("Nobody is taken away: what waits for prefill is not known.")
         elif not sight.starting:
@@ -90,7 +92,9 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
         if view.queue is None and wanted.decode > present.decode + either:
             held_back.append("No worker leaves prefill: what waits there is not known.")
         else:
-            actions += _move(sight, now, wanted, present, either, soon, config, held_back)
+            coming = Counter(sight.starting)
+            coming.update({action.role: action.count for action in actions if isinstance(action, AddAction)})
+            actions += _move(sight, now, wanted, present, either, soon, coming, config, held_back)
     if target < at_hand and not actions:
         actions += _remove(sight, present, either, soon, target, rest_s, config, held_back)
     reasons += held_back
@@ -150,31 +154,47 @@ def _enough(memory: Memory, rest_s: float, at_hand: int) -> int:
     return max(each.workers for each in memory.needs if each.at >= memory.clock - rest_s)
 
 
-def _start(sight: Sight, over: Outlook, need: Need, config: PlannerConfig, held_back: list[str]) -> list[Action]:
+def _lacking(sight: Sight, late: Outlook, need: Need, config: PlannerConfig) -> dict[Role, int]:
+    """How many workers are to be started of each kind: what the total lacks, where it is lacking, and what a kind lacks
+    into which nobody may move for now, although both together would be enough."""
+    missing = need.total - sight.total
+    if not sight.prefill and not sight.decode and sight.both:
+        return {Role.BOTH: missing} if missing > 0 else {}
+    if need.total < 2:
+        return {}
+    wanted = best_split(late, need.total)
+    there = Split(sight.count(Role.PREFILL), sight.count(Role.DECODE))
+    short = {Role.PREFILL: wanted.prefill - there.prefill, Role.DECODE: wanted.decode - there.decode}
+    start_s = sight.memory.start_s or config.start_s
+    found: dict[Role, int] = {}
+    for role, more in sorted(short.items(), key=lambda pair: -pair[1]):
+        count = min(more, missing - sum(found.values()))
+        left = rest_left(sight.memory, role, config)
+        # A slow start is no way round a rest that ends before it.
+        if more > 0 and left > 0 and start_s <= max(config.payback_s, left) and not sight.both:
+            count = max(count, make_up(late, there, role, need.worth, more))
+        if count > 0:
+            found[role] = count
+    return found
+
+
+def _start(
+    sight: Sight, lacking: Mapping[Role, int], need: Need, config: PlannerConfig, held_back: list[str]
+) -> list[Action]:
     memory = sight.memory
     if memory.clock < memory.no_start_before:
         left = memory.no_start_before - memory.clock
         held_back.append(f"Nothing is started for {left:.0f} s more, because earlier starts failed.")
         return []
-    missing = need.total - sight.total
     if memory.failed_starts:
         if sight.starting:
             held_back.append("Earlier starts failed: whether the one that is tried comes up is waited for.")
             return []
-        missing = 1
-    if not sight.prefill and not sight.decode and sight.both:
-        return list(starts(sight, Role.BOTH, missing, explain.because(need), config))
-    if need.total < 2:
-        return []
-    wanted = best_split(over, need.total)
-    lacking = {
-        Role.PREFILL: wanted.prefill - sight.count(Role.PREFILL),
-        Role.DECODE: wanted.decode - sight.count(Role.DECODE),
-    }
+        lacking = dict.fromkeys(list(lacking)[:1], 1)
     actions: list[Action] = []
-    for role, more in sorted(lacking.items(), key=lambda pair: -pair[1]):
-        count = min(more, missing - sum(action.count for action in actions if hasattr(action, "count")))
-        actions += starts(sight, role, count, explain.because(need), config, so_far=actions)
+    for role, count in lacking.items():
+        why = explain.because(need) if need.total > sight.total else explain.unmoved(role)
+        actions += starts(sight, role, count, why, config, so_far=actions)
     return actions
 
 
@@ -185,6 +205,7 @@ def _move(
     present: Split,
     either: int,
     soon: Outlook,
+    coming: Mapping[Role, int],
     config: PlannerConfig,
     held_back: list[str],
 ) -> list[Action]:
@@ -196,7 +217,7 @@ def _move(
     else:
         return []
     if (sight.memory.start_s or config.start_s) <= config.payback_s:
-        count -= sight.starting.get(to, 0)
+        count -= coming.get(to, 0)
     if count <= 0:
         held_back.append(f"Nobody moves: the {to} workers that are coming up are enough.")
         return []

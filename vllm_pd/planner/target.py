@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from vllm_pd.planner.capacity import Demand, Side, Speed, decode_side, prefill_side
 from vllm_pd.planner.config import PlannerConfig
+from vllm_pd.state.base import Role
 
 _DEVIATIONS = (-1.5, -0.75, 0.0, 0.75, 1.5)
 _WEIGHTS = tuple(math.exp(-z * z / 2) for z in _DEVIATIONS)
@@ -133,6 +134,20 @@ def least_total(outlook: Outlook, config: PlannerConfig, least: int, most: int) 
         if further < config.worth:
             return Need(total, worths[total], False)
     return Need(most, worths[most], False)
+
+
+def make_up(outlook: Outlook, there: Split, role: Role, worth: float, most: int) -> int:
+    """How many workers more of this kind, `most` at most, make a split worth as much although the other kind keeps
+    those it has."""
+    for count in range(most):
+        after = (
+            Split(there.prefill + count, there.decode)
+            if role is Role.PREFILL
+            else Split(there.prefill, there.decode + count)
+        )
+        if outlook.worth(after) >= worth:
+            return count
+    return most
 
 
 def _times(demand: Demand, factor: float) -> Demand:

@@ -11,8 +11,9 @@ from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.correct import corrected
 from vllm_pd.planner.memory import Memory
 from vllm_pd.planner.model import Latency, Traffic
-from vllm_pd.planner.target import Outlook, Split, outlook
+from vllm_pd.planner.target import Outlook, Split, best_split, make_up, outlook
 from vllm_pd.routing.model import Rates
+from vllm_pd.state.base import Role
 
 CONFIG = PlannerConfig(ttft_s=2.0, itl_s=0.05)
 RATES = Rates(prefill_base=0.02, prefill_token=1e-4, prefill_square=0.0, step_base=0.02, step_sequence=2e-4)
@@ -35,6 +36,16 @@ def test_a_request_larger_than_the_usual_stream_needs_room_besides_those_that_ar
     larger = decode_side(replace(DEMAND, prompt_tokens=60_000.0), SPEED, CONFIG, 16)
     assert larger.per_worker < usual.per_worker
     assert enough(larger) > enough(usual)
+
+
+def test_what_one_kind_has_too_many_of_is_made_up_for_by_more_of_the_other_and_no_more_than_may_be() -> None:
+    soon = outlook_now()
+    wanted = best_split(soon, 8)
+    there = wanted.moved(2)
+    count = make_up(soon, there, Role.DECODE, soon.worth(wanted), 5)
+    assert 0 < count <= 2 and soon.worth(Split(there.prefill, there.decode + count)) >= soon.worth(wanted)
+    assert make_up(soon, wanted, Role.DECODE, soon.worth(wanted), 5) == 0
+    assert make_up(soon, Split(0, 4), Role.DECODE, 0.9, 3) == 3, "none that prefills: no number is enough"
 
 
 def enough(side: Side) -> int:

@@ -192,6 +192,27 @@ def test_growing_traffic_starts_workers_before_it_is_too_late_and_idle_ones_go()
     assert len(world.workers) == SCALE.min_workers
 
 
+def test_a_worker_that_is_started_for_a_kind_is_not_moved_there_as_well() -> None:
+    world = steady(Load(10.0, 3000, 200), 2, 3, start_s=20.0)
+    plans, _ = world.run(SCALE, 6, Memory(start_s=20.0))
+    first = next(plan for plan in plans if plan.actions)
+    assert [(each.role, each.count) for each in first.actions if isinstance(each, AddAction)] == [(Role.PREFILL, 2)]
+    assert not moved(plans)
+
+
+@pytest.mark.parametrize(("start_s", "starts"), [(20.0, 2), (300.0, 0)])
+def test_where_nobody_may_move_into_a_kind_for_a_while_quick_starts_fill_it(start_s: float, starts: int) -> None:
+    """Four that prefill and two that decode are enough together, but the other way round."""
+    world = steady(LONG_ANSWERS, 4, 2, start_s=start_s)
+    memory = Memory(moved_at=0.0, moved_to=Role.PREFILL, turns=1.0, start_s=start_s)
+    plans, _ = world.run(SCALE, 6, memory)
+    assert plans[-1].numbers["workers_needed"] <= 6 and not moved(plans)
+    assert added(plans) == starts
+    if starts:
+        acting = next(plan for plan in plans if plan.actions)
+        assert "decode lacks workers, and none may move there" in acting.verdict
+
+
 def test_an_unreachable_target_does_not_start_ever_more_workers() -> None:
     """A single prompt takes 50 ms: no number of workers gives a first token within 10 ms."""
     load = Load(2.0, 300, 50)
