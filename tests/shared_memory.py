@@ -14,7 +14,7 @@ from pathlib import Path
 from vllm_pd.graph.proc_tree import ProcessId, everyone, identify, shared_memory
 
 SHM = Path("/dev/shm")
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 2.0
 
 
 class SharedMemoryWatch:
