@@ -89,25 +89,34 @@ def forecasts(
     steps = [max(0.0, seconds / each) for seconds in ahead_s]
     *returning, held_returning = seasons(ages, ahead_s)
     times = _times(history, at_s, ahead_s)
-    series = [
-        _guesses([get(sample) for sample in history], steps, times, returns)
-        for get, returns in zip(_SERIES, returning, strict=True)
+    columns = [[get(sample) for sample in history] for get in _SERIES]
+    plain = [best_guesses(values, steps) for values in columns]
+    usual = [
+        _as_usual(values, steps, times, which, smooth)
+        for values, which, smooth in zip(columns, returning, plain, strict=True)
     ]
-    held: list[float | None] = [None] * len(steps)
-    if held_returning:
-        guesses = _guesses([sample.held for sample in history], steps, times, held_returning)
-        held = [guess.value if guess.returns else None for guess in guesses]
+    held = _as_usual([sample.held for sample in history], steps, times, held_returning)
     found = []
-    for ahead, arrivals, prompt, uncached, output, sequence in zip(ahead_s, *series, held, strict=True):
+    for index, ahead in enumerate(ahead_s):
+        guesses = [each[index] for each in plain]
+        # Some of them by what is usual, and others that return as well not, would be requests as there never were.
+        known = [
+            guess
+            for smooth, each, which in zip(guesses, usual, returning, strict=True)
+            if (guess := each[index] if which else smooth) is not None
+        ]
+        returns = any(returning) and len(known) == len(guesses)
+        arrivals, prompt, uncached, output = known if returns else guesses
         coming = arrivals.value * answer_tokens
         begun = 1.0 - math.exp(-ahead / answer_s) if answer_s > 0 else 0.0
-        decoded = output.value if output.returns else max(output.value, output.value + (coming - output.value) * begun)
+        decoded = output.value if returns else max(output.value, output.value + (coming - output.value) * begun)
         demand = Demand(arrivals.value, prompt.value, min(uncached.value, prompt.value), decoded)
         count = max(sum(sample.arrivals for sample in history) / len(history) * each * _JUDGED_BY, 1e-9)
         prefill = _without_chance(uncached.spread, IRREGULAR / count)
         decode = max(_LEAST_SPREAD, output.spread)
-        returns = arrivals.returns and uncached.returns and output.returns
-        found.append(Forecast(demand, prefill, decode, arrivals.by, returns, sequence))
+        sequence = held[index] if returns else None
+        size = None if sequence is None else sequence.value
+        found.append(Forecast(demand, prefill, decode, uncached.by if returns else arrivals.by, returns, size))
     return found
 
 
@@ -137,27 +146,6 @@ def _times(history: Sequence[Sample], at_s: float, ahead_s: Sequence[float]) -> 
     return _Times(at_s, ahead_s, middles[::-1])
 
 
-def _guesses(values: Sequence[float], steps: Sequence[float], times: _Times, returns: Sequence[Season]) -> list[Guess]:
-    """By smoothing, or by what returns where that is better."""
-    guesses = best_guesses(values, steps)
-    parts: dict[float, list[Guess]] = {}
-    for index, seconds in enumerate(times.ahead_s):
-        season = trusted(returns, index, seconds)
-        then = season.at(times.at_s + seconds) if season is not None else None
-        if season is None or then is None:
-            continue
-        if season.width_s not in parts:
-            parts[season.width_s] = _parts_of_usual(values, times.middles, steps, season)
-        if not parts[season.width_s]:
-            continue
-        part = parts[season.width_s][index]
-        # Buckets that are wider than the distance cannot tell how good it is there; the last samples can.
-        if season.width_s <= seconds or part.spread < _CLEARLY * guesses[index].spread:
-            by = f"what returns every {_span(season.period_s)}, and of that {part.by}"
-            guesses[index] = Guess(part.value * then, part.spread, by, True)
-    return guesses
-
-
 def _without_chance(spread: float, variance: float) -> float:
     return max(_LEAST_SPREAD, math.sqrt(max(0.0, spread * spread - variance)))
 
@@ -169,7 +157,6 @@ class Guess:
     value: float
     spread: float
     by: str
-    returns: bool = False
 
 
 def best_guesses(values: Sequence[float], steps: Sequence[float]) -> list[Guess]:
@@ -187,6 +174,34 @@ def best_guesses(values: Sequence[float], steps: Sequence[float]) -> list[Guess]
                 method, (value, off) = other, its[index]
         spread = off / scale if scale > 0 else _USUAL_SPREAD
         found.append(Guess(value, min(_MOST_SPREAD, spread), method.name))
+    return found
+
+
+def _as_usual(
+    values: Sequence[float],
+    steps: Sequence[float],
+    times: _Times,
+    returns: Sequence[Season],
+    plain: Sequence[Guess] = (),
+) -> list[Guess | None]:
+    """The guess of how much of what is usual comes, times what is usual then; None where that is not gone by."""
+    parts: dict[float, list[Guess]] = {}
+    found: list[Guess | None] = []
+    for index, seconds in enumerate(times.ahead_s):
+        season = trusted(returns, index, seconds)
+        then = season.at(times.at_s + seconds) if season is not None else None
+        if season is not None and season.width_s not in parts:
+            parts[season.width_s] = _parts_of_usual(values, times.middles, steps, season)
+        if season is None or then is None or not parts[season.width_s]:
+            found.append(None)
+            continue
+        part = parts[season.width_s][index]
+        if plain and season.width_s > seconds and part.spread > _CLEARLY * plain[index].spread:
+            # Buckets that are wider than the distance cannot tell how good it is there; the last samples can.
+            found.append(None)
+            continue
+        by = f"what returns every {_span(season.period_s)}, and of that {part.by}"
+        found.append(Guess(part.value * then, part.spread, by))
     return found
 
 

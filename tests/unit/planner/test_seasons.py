@@ -129,3 +129,31 @@ def test_more_than_usual_is_expected_to_stay_more() -> None:
     end = 4 * 1500.0
     found = foreseen(lambda at_s: swing(at_s) * (1.0 if at_s < NOON + end else 1.4), end + 600.0)
     assert found.demand.arrivals == pytest.approx(1.4 * swing(NOON + end + 900.0), rel=0.25)
+
+
+def test_what_requests_are_like_may_return_where_their_number_does_not() -> None:
+    ages: tuple[Buckets, ...] = ()
+    history: list[Sample] = []
+    for number in range(1, 481):
+        at_s = NOON + 10.0 * number
+        tokens = 1000.0 * swing(at_s)
+        history = [*history, Sample(10.0, 5.0, tokens, tokens, 900.0, 2000.0)][-120:]
+        ages = remembered(ages, history[-1], at_s)
+    (found,) = forecasts(history, (300.0,), ages=ages, at_s=NOON + 4800.0)
+    assert found.returns and found.demand.arrivals == pytest.approx(5.0)
+    assert found.demand.uncached_tokens == pytest.approx(1000.0 * swing(NOON + 5100.0), rel=0.1)
+    assert found.demand.output_tokens == pytest.approx(900.0)
+
+
+def test_where_only_a_part_of_what_returns_can_be_told_nothing_is_taken_from_it() -> None:
+    """How many requests arrive was seen twice, what they are like, which is slower, was not."""
+    ages: tuple[Buckets, ...] = ()
+    history: list[Sample] = []
+    for number in range(1, 331):
+        at_s = NOON + 10.0 * number
+        tokens = 1000.0 * swing(at_s) * (1.0 + 0.9 * math.sin(math.tau * number / 330))
+        history = [*history, Sample(10.0, swing(at_s), tokens, tokens, 900.0)][-120:]
+        ages = remembered(ages, history[-1], at_s)
+    (found,) = forecasts(history, (300.0,), ages=ages, at_s=NOON + 3300.0)
+    assert ages[0].periods[0] == pytest.approx(25, abs=1) and not found.returns
+    assert found == forecasts(history, (300.0,))[0]
