@@ -8,9 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.unit.planner.toy_world import Load, World
+from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.forecast import Forecast, forecasts
 from vllm_pd.planner.long_history import KEPT, WIDTHS_S, columns, remembered
 from vllm_pd.planner.memory import Buckets, Memory, Sample, decode_memory, encode_memory
+from vllm_pd.planner.model import Mode
 from vllm_pd.planner.periods import LEAST, period, usual
 
 NOON = 1_700_000_000.0
@@ -157,3 +160,14 @@ def test_where_only_a_part_of_what_returns_can_be_told_nothing_is_taken_from_it(
     (found,) = forecasts(history, (300.0,), ages=ages, at_s=NOON + 3300.0)
     assert ages[0].periods[0] == pytest.approx(25, abs=1) and not found.returns
     assert found == forecasts(history, (300.0,))[0]
+
+
+def test_workers_go_at_once_when_what_returns_says_that_they_are_not_needed_for_longer_than_a_start_takes() -> None:
+    config = PlannerConfig(Mode.SCALE, ttft_s=1.0, itl_s=0.05, min_workers=2, max_workers=16, start_s=150.0)
+    world = World(lambda t: Load(6.0 + 4.0 * math.sin(math.tau * t / 1200.0)), 6, 6, start_s=150.0, noise=False)
+    plans, memory = world.run(config, 330)
+    assert memory.ages[0].periods[0] == 20
+    removals = {plan.at_s: why for plan in plans for each in plan.actions if "taken away" in (why := plan.verdict)}
+    at_once = [at_s for at_s, why in removals.items() if f"for {3 * config.interval_s:.0f} s" in why]
+    assert removals and min(removals) < 2400.0 < min(at_once)
+    assert len(at_once) == sum(at_s > min(at_once) - 1.0 for at_s in removals)
