@@ -85,7 +85,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
         elif view.queue is None:
             held_back.append("Nobody is taken away: what waits for prefill is not known.")
         elif not sight.starting:
-            target = min(at_hand, max(_enough(memory, rest_s, at_hand), config.min_workers))
+            target = min(at_hand, max(_enough(memory, rest_s, config, at_hand), config.min_workers))
     if at_hand >= 2:
         wanted = best_split(soon, at_hand)
         reasons.append(explain.splits(now, wanted, either, soon))
@@ -147,9 +147,9 @@ def _rest(memory: Memory, config: PlannerConfig) -> float:
     return max(config.remove_after_s / 2, memory.start_s)
 
 
-def _enough(memory: Memory, rest_s: float, at_hand: int) -> int:
-    """The most that was wanted in the last seconds; all that are there until that is known for so long."""
-    if memory.needs_since is None or memory.clock - memory.needs_since < rest_s:
+def _enough(memory: Memory, rest_s: float, config: PlannerConfig, at_hand: int) -> int:
+    """The most that was wanted in the last seconds; all that are there for a while after others have changed them."""
+    if memory.needs_since is None or memory.clock - memory.needs_since < _rest(memory, config):
         return at_hand
     return max(each.workers for each in memory.needs if each.at >= memory.clock - rest_s)
 
