@@ -32,9 +32,11 @@ def base_install(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "logs", "shared", "__pycache__")
     shutil.copytree(REPOSITORY, source, ignore=ignored)
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=INSTALL_DEADLINE_S)
+    venv = [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")]
+    subprocess.run(venv, check=True, timeout=INSTALL_DEADLINE_S)
     bin_folder = folder / "venv" / "bin"
-    command = [str(bin_folder / "pip"), "install", "--quiet", "--disable-pip-version-check", str(source)]
+    pip = [sys.executable, "-m", "pip", "--python", str(bin_folder / "python"), "--disable-pip-version-check"]
+    command = [*pip, "install", "--quiet", "--no-compile", str(source)]
     done = subprocess.run(command, check=False, timeout=INSTALL_DEADLINE_S, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return bin_folder
