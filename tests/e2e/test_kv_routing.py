@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.ask import Endpoint
-from tests.e2e.conftest import BLOCK, MODEL, tiny_cluster
+from tests.e2e.conftest import BLOCK, MODEL, WORKER_IN_ENGINE, tiny_cluster
 from vllm_pd.graph.local import DEFAULT_START_DEADLINE_S, LocalCluster, LocalWorker
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -30,7 +30,7 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         tiny_model,
         tmp_path_factory.mktemp("kv-routing"),
         args=("--enable-prompt-tokens-details",),
-        env={"VLLM_SERVER_DEV_MODE": "1"},
+        env={"VLLM_SERVER_DEV_MODE": "1", **WORKER_IN_ENGINE},
         decode=2,
     )
     with made:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import prompts
-from tests.e2e.conftest import MODEL, tiny_cluster
+from tests.e2e.conftest import MODEL, WORKER_IN_ENGINE, tiny_cluster
 from tests.e2e.test_released_blocks import eventually, stopped
 from tests.e2e.test_worker_loss import PREFILL_LEG
 from vllm_pd.graph.local import LocalCluster, LocalWorker
@@ -36,7 +36,8 @@ ROUTER = "router-1"
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     made = tiny_cluster(
-        tiny_model, tmp_path_factory.mktemp("jobs"), env={"VLLM_API_KEY": KEY}, router=False, prefill=1
+        tiny_model, tmp_path_factory.mktemp("jobs"), env={"VLLM_API_KEY": KEY, **WORKER_IN_ENGINE}, router=False,
+        prefill=1,
     )  # fmt: skip
     with made:
         yield made
