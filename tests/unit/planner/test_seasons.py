@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.forecast import Forecast, forecasts
 from vllm_pd.planner.long_history import KEPT, WIDTHS_S, columns, remembered
 from vllm_pd.planner.memory import Buckets, Memory, Sample, decode_memory, encode_memory
-from vllm_pd.planner.model import Mode
+from vllm_pd.planner.model import Mode, Plan, RemoveAction
 from vllm_pd.planner.periods import LEAST, period, usual
+from vllm_pd.state.base import Role
 
 NOON = 1_700_000_000.0
 """Some time on the clock that planners share."""
@@ -162,12 +164,36 @@ def test_where_only_a_part_of_what_returns_can_be_told_nothing_is_taken_from_it(
     assert found == forecasts(history, (300.0,))[0]
 
 
-def test_workers_go_at_once_when_what_returns_says_that_they_are_not_needed_for_longer_than_a_start_takes() -> None:
-    config = PlannerConfig(Mode.SCALE, ttft_s=1.0, itl_s=0.05, min_workers=2, max_workers=16, start_s=150.0)
+SLOW = PlannerConfig(Mode.SCALE, ttft_s=1.0, itl_s=0.05, min_workers=2, max_workers=16, start_s=150.0)
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[World, list[Plan], Memory]:
+    """A planner of load that returns every twenty minutes, while it falls for the third time."""
     world = World(lambda t: Load(6.0 + 4.0 * math.sin(math.tau * t / 1200.0)), 6, 6, start_s=150.0, noise=False)
-    plans, memory = world.run(config, 330)
+    return world, *world.run(SLOW, 285)
+
+
+def removed(plans: list[Plan]) -> dict[float, str]:
+    return {plan.at_s: plan.verdict for plan in plans if any(isinstance(each, RemoveAction) for each in plan.actions)}
+
+
+def test_workers_go_at_once_when_what_returns_says_that_they_are_not_needed_for_longer_than_a_start_takes(
+    known: tuple[World, list[Plan], Memory],
+) -> None:
+    _, plans, memory = known
     assert memory.ages[0].periods[0] == 20
-    removals = {plan.at_s: why for plan in plans for each in plan.actions if "taken away" in (why := plan.verdict)}
-    at_once = [at_s for at_s, why in removals.items() if f"for {3 * config.interval_s:.0f} s" in why]
-    assert removals and min(removals) < 2400.0 < min(at_once)
-    assert len(at_once) == sum(at_s > min(at_once) - 1.0 for at_s in removals)
+    at_once = [at_s for at_s, why in removed(plans).items() if f"for {3 * SLOW.interval_s:.0f} s" in why]
+    assert min(removed(plans)) < 2400.0 < min(at_once)
+    assert len(at_once) == sum(at_s >= min(at_once) for at_s in removed(plans))
+
+
+def test_workers_that_somebody_added_do_not_go_at_once(known: tuple[World, list[Plan], Memory]) -> None:
+    world, _, memory = known
+    world = copy.deepcopy(world)
+    for _ in range(3):
+        world.add(Role.DECODE)
+    plans, memory = world.run(SLOW, 12, memory)
+    assert not removed(plans)
+    plans, _ = world.run(SLOW, 10, memory)
+    assert removed(plans)
