@@ -42,7 +42,7 @@ from vllm_pd.kv_offload.block_io.aligned import AlignedMemory, open_file
 from vllm_pd.kv_offload.block_io.base import BlockIO, Piece
 from vllm_pd.kv_offload.block_io.choose import IOBackend, choose, why_not_nixl
 from vllm_pd.kv_offload.block_io.thread_io import ThreadIO
-from vllm_pd.kv_offload.segments import SegmentStore, StoreConfig
+from vllm_pd.kv_offload.segments import Rows, SegmentStore, StoreConfig
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -175,7 +175,7 @@ class Store:
         return seconds
 
     def read(self, jobs: Jobs, salt: int) -> float:
-        def get(ticket: int, keys: Sequence[bytes], targets: Sequence[memoryview]) -> None:
+        def get(ticket: int, keys: Sequence[bytes], targets: Rows) -> None:
             self._store.get(ticket, keys, targets, PATIENCE_S)
 
         keys = [keys_of(job, salt) for job in jobs]
@@ -185,12 +185,12 @@ class Store:
 
     def _run(
         self,
-        submit: Callable[[int, Sequence[bytes], Sequence[memoryview]], None],
+        submit: Callable[[int, Sequence[bytes], Rows], None],
         jobs: Jobs,
         keys: Sequence[Sequence[bytes]],
     ) -> None:
         for ticket, job in enumerate(jobs):
-            submit(ticket, keys[ticket], [self._load.block(number) for number in job])
+            submit(ticket, keys[ticket], Rows(self._load.memory.view, job))
         left, deadline = len(jobs), time.monotonic() + PATIENCE_S
         while left:
             for finished in self._store.finished():

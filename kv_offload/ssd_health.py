@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from vllm_pd.kv_offload.segments import Finished, Reason, SegmentStore, StoreStats
+from vllm_pd.kv_offload.segments import Finished, Reason, Rows, SegmentStore, StoreStats
 from vllm_pd.kv_offload.ssd_metrics import LOAD, OFF, PROBES, STORE, SWITCHED_OFF, SsdCounts
 from vllm_pd.kv_offload.tier_breaker import ON, TierBreaker
 
@@ -84,7 +84,7 @@ class SsdHealth:
         self._trial -= 1
         # A trial that hangs keeps its memory until it is late; the next one comes after that.
         self._scratch = self._scratch or memoryview(bytearray(self._block_bytes))
-        store.get(self._trial, [key], [self._scratch], self._deadline_s)
+        store.get(self._trial, [key], Rows(self._scratch, [0]), self._deadline_s)
 
     def is_trial(self, ticket: int) -> bool:
         """Whether a ticket is not one of vLLM's, which begin at 0."""

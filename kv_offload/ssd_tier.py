@@ -20,7 +20,7 @@ from vllm_pd.kv_offload.adapter_versions import without_version
 from vllm_pd.kv_offload.admission import Admission
 from vllm_pd.kv_offload.late_offers import LateOffers
 from vllm_pd.kv_offload.load_rates import SSD_PRIOR, LoadRate
-from vllm_pd.kv_offload.segments import Finished, Reason, SegmentStore, StoreStats, check
+from vllm_pd.kv_offload.segments import Finished, Reason, Rows, SegmentStore, StoreStats, check
 from vllm_pd.kv_offload.ssd_config import SsdConfig
 from vllm_pd.kv_offload.ssd_health import SsdHealth
 from vllm_pd.kv_offload.ssd_metrics import SsdCounts
@@ -200,7 +200,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
             request.loads[key] = request.loads.get(key, 0) + 1
         ticket = job_metadata.job_id
         self._loads[ticket] = _Load(request, len(keys) * self.block_size_bytes, self.queued_load_bytes)
-        targets = [self._row(chunk) for chunk in job_metadata.chunk_ids]
+        targets = Rows(self._memory, job_metadata.chunk_ids.tolist())
         self.store.get(ticket, [key + request.adapter for key in keys], targets, self._ssd.load_deadline_s)
 
     def submit_store(self, job_metadata: TierTransferJob) -> None:
@@ -211,7 +211,7 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         request = request_of(job_metadata.req_context)
         blocks = self._missing(job_metadata, request)
         chosen = self._admission.choose(list(blocks), request.first_too, self._clock())
-        wanted = {key: row for (key, row), wants in zip(blocks.items(), chosen, strict=True) if wants}
+        wanted = {key: chunk for (key, chunk), wants in zip(blocks.items(), chosen, strict=True) if wants}
         if len(wanted) < len(blocks):
             request.first_too = False
             self._counts.count(ssd_metrics.REFUSED, len(blocks) - len(wanted), ssd_metrics.FIRST_TIME)
@@ -293,18 +293,12 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
     def _loadable(self, key: bytes, request: Request) -> bool:
         return request.may_load(key, self._slots) and self.store.contains(key + request.adapter)
 
-    def _row(self, chunk: int) -> memoryview:
-        start = int(chunk) * self.block_size_bytes
-        return self._memory[start : start + self.block_size_bytes]
-
-    def _missing(self, job: TierTransferJob, request: Request) -> dict[bytes, memoryview]:
-        """The blocks of a job that are not stored, by the store's key, in the order of the prompt."""
+    def _missing(self, job: TierTransferJob, request: Request) -> dict[bytes, int]:
+        """Chunks of a job that are not stored, by the store's key, in the order of the prompt."""
         position = job.req_context.get_offload_key_position
         blocks = sorted(zip(job.keys, job.chunk_ids, strict=True), key=lambda block: position(block[0]) or 0)
         return {
-            key + request.adapter: self._row(chunk)
-            for key, chunk in blocks
-            if not self.store.contains(key + request.adapter)
+            key + request.adapter: int(chunk) for key, chunk in blocks if not self.store.contains(key + request.adapter)
         }
 
     def _store_late(self, job: TierTransferJob, adapter: bytes) -> None:
@@ -333,10 +327,10 @@ class SegmentTier(SecondaryTierManager):  # type: ignore[misc]
         self._late_offers.clear()
         self._came, self._went = [], []
 
-    def _put(self, ticket: int, blocks: dict[bytes, memoryview]) -> None:
+    def _put(self, ticket: int, blocks: dict[bytes, int]) -> None:
         if blocks:
             self._used = True
-            self.store.put(ticket, list(blocks), list(blocks.values()))
+            self.store.put(ticket, list(blocks), Rows(self._memory, list(blocks.values())))
         else:
             self._done.append(TierJobResult(job_id=ticket, success=True))
 

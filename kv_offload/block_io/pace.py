@@ -1,9 +1,9 @@
 """When to look whether a transfer is over. Pure.
 
-A look costs processor time, and one that comes late leaves the disk idle. So the first is made when most of the time has
-passed that the transfers before took, and the others follow at a small part of that time. The processor time matters
-more than it seems: the threads of a virtual disk share the cores with us, and with both cores of a small machine busy
-it gives a quarter less.
+A look costs processor time, and one that comes late leaves the disk idle. So the first is made when most of the time
+has passed that the transfers before took, and the others follow at a small part of that time. The processor time
+matters more than it seems: the threads of a virtual disk share the cores with us, and with both cores of a small
+machine busy it gives a quarter less.
 """
 
 from __future__ import annotations

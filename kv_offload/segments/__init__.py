@@ -7,6 +7,7 @@ be proven to be what was stored is a miss.
 
 from vllm_pd.kv_offload.segments.config import StoreConfig
 from vllm_pd.kv_offload.segments.outcome import Finished, Reason, StoreStats
+from vllm_pd.kv_offload.segments.rows import Rows
 from vllm_pd.kv_offload.segments.store import SegmentStore
 
-__all__ = ["Finished", "Reason", "SegmentStore", "StoreConfig", "StoreStats"]
+__all__ = ["Finished", "Reason", "Rows", "SegmentStore", "StoreConfig", "StoreStats"]

@@ -13,6 +13,7 @@ import functools
 import importlib
 import zlib
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ Words = NDArray[np.uint64]
 def seeds(namespace: bytes, keys: Iterable[bytes]) -> Words:
     """One for each key."""
     start = zlib.crc32(namespace)
-    return np.fromiter((zlib.crc32(key, start) for key in keys), np.uint64)
+    return np.fromiter(map(zlib.crc32, keys, repeat(start)), np.uint64)
 
 
 def copy_and_sum(memory: Words, first: int, stride: int, sources: Words, size: int, seeds: Words) -> Words:

@@ -7,7 +7,9 @@ time; asking whether a key is there takes no lock. Memory a block: about 190 byt
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +21,7 @@ _PORTION = 256
 _NUMBER_BITS = 24
 """Of a place, for the block's number in its segment; the rest is the segment. One integer a block, not an object."""
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
+_ABSENT = -1
 
 _HOTTEST = 255
 
@@ -80,6 +83,36 @@ class Segment:
 
 Place = tuple[Segment, int]
 """Where a block is: its segment and its number there."""
+
+Group = tuple[Segment, list[int]]
+"""Blocks of one segment, in the order of their numbers there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where blocks were when they were asked for.
+
+    Attributes:
+        positions: of the keys that are stored, in the order in which the blocks lie on the disk.
+        absent: positions of the others.
+        groups: the same blocks as `positions`, in the same order.
+    """
+
+    positions: list[int]
+    absent: list[int]
+    groups: list[Group]
+
+    def part(self, first: int, last: int) -> tuple[list[int], list[Group]]:
+        """Positions and groups of the blocks from number `first` to `last` in their order."""
+        if first == 0 and last >= len(self.positions):
+            return self.positions, self.groups
+        groups: list[Group] = []
+        at = 0
+        for segment, numbers in self.groups:
+            if some := numbers[max(0, first - at) : max(0, last - at)]:
+                groups.append((segment, some))
+            at += len(numbers)
+        return self.positions[first:last], groups
 
 
 class Index:
@@ -169,24 +202,27 @@ class Index:
                 self._enter(key, segment, number)
         return fresh
 
-    def locate(self, keys: Sequence[bytes]) -> list[Place | None]:
+    def locate(self, keys: Sequence[bytes]) -> Located:
         """Where each block is. Its segment is pinned once for it, until `unpin`."""
-        found: list[Place | None] = []
+        groups: list[Group] = []
         with self._lock:
-            segments = self._segments
-            for place in map(self._places.get, keys):
-                if place is None:
-                    found.append(None)
-                    continue
-                segment = segments[place >> _NUMBER_BITS]
-                segment.pins += 1
-                found.append((segment, place & _NUMBER_MASK))
-        return found
+            places = [_ABSENT if place is None else place for place in map(self._places.get, keys)]
+            positions = sorted(range(len(keys)), key=places.__getitem__)
+            ordered = [places[position] for position in positions]
+            at = missing = bisect_left(ordered, 0)
+            while at < len(ordered):
+                slot = ordered[at] >> _NUMBER_BITS
+                end = bisect_left(ordered, slot + 1 << _NUMBER_BITS, at)
+                segment = self._segments[slot]
+                segment.pins += end - at
+                groups.append((segment, [place & _NUMBER_MASK for place in ordered[at:end]]))
+                at = end
+        return Located(positions[missing:], positions[:missing], groups)
 
-    def unpin(self, places: Iterable[Place]) -> None:
+    def unpin(self, groups: Iterable[Group]) -> None:
         with self._lock:
-            for segment, _ in places:
-                segment.pins -= 1
+            for segment, numbers in groups:
+                segment.pins -= len(numbers)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Blocks that are in use; unknown keys are passed over."""

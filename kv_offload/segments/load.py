@@ -7,19 +7,42 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm_pd.kv_offload.segments.index import Index, Place
+from vllm_pd.kv_offload.segments.index import Group, Index, Located, Place
 from vllm_pd.kv_offload.segments.outcome import Finished, Reason
+from vllm_pd.kv_offload.segments.rows import Rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one reader delivers at once: numbers of keys of the load, in the order they lie on the disk."""
+    """What one reader delivers at once.
+
+    Attributes:
+        positions: of its keys in the load, in the order in which the blocks lie on the disk.
+        groups: where they lie.
+    """
 
     load: Load
-    numbers: list[int]
+    positions: list[int]
+    groups: list[Group]
 
-    def places(self) -> list[Place]:
-        return [place for n in self.numbers if (place := self.load.places[n]) is not None]
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [self.load.keys[position] for position in self.positions]
+
+    @property
+    def targets(self) -> list[int]:
+        return [self.load.targets[position] for position in self.positions]
+
+    def place(self, number: int) -> Place:
+        """Of its key `number`."""
+        for segment, numbers in self.groups:
+            if number < len(numbers):
+                return segment, numbers[number]
+            number -= len(numbers)
+        raise IndexError(number)
 
 
 class Load:
@@ -29,7 +52,9 @@ class Load:
     or late. After the end no target is touched, and none is referred to.
 
     Args:
-        places: where each key is; None for those that are not stored.
+        located: where each key is.
+        rows: what keeps the targets' memory.
+        targets: address of each.
         deadline: by the clock; afterwards the load is ended as late.
         started: now, by the same clock.
     """
@@ -38,35 +63,47 @@ class Load:
         self,
         ticket: int,
         keys: Sequence[bytes],
-        places: Sequence[Place | None],
-        targets: Sequence[memoryview],
+        located: Located,
+        rows: Rows,
+        targets: Sequence[int],
         deadline: float,
         started: float,
     ) -> None:
         self.ticket = ticket
         self.keys = keys
-        self.places = places
-        self.targets: Sequence[memoryview] = targets
+        self.targets = targets
         self.deadline = deadline
         self.started = started
         self.began: float | None = None
         self.lock = threading.Lock()
         self.ended = False
-        self.failed = {key: Reason.ABSENT for key, place in zip(keys, places, strict=True) if place is None}
+        self.failed = {keys[position]: Reason.ABSENT for position in located.absent}
         self.delivered: set[int] = set()
         self.waiting: deque[Part] = deque()
         self.parts_left = 0
+        self._located = located
+        self._rows: Rows | None = rows
 
     def split(self, most: int) -> None:
         """Into parts of at most `most` blocks, neighbours on the disk together."""
-        there = [(place[0].id, place[1], n) for n, place in enumerate(self.places) if place is not None]
-        numbers = [n for _, _, n in sorted(there)]
-        self.waiting.extend(Part(self, numbers[i : i + most]) for i in range(0, len(numbers), most))
+        for first in range(0, len(self._located.positions), most):
+            self.waiting.append(Part(self, *self._located.part(first, first + most)))
         self.parts_left = len(self.waiting)
+
+    def fail(self, positions: Iterable[int], reason: Reason) -> None:
+        """Unless they were delivered, or failed before. With the lock held."""
+        for position in positions:
+            if position not in self.delivered:
+                self.failed.setdefault(self.keys[position], reason)
+
+    def let_go(self) -> None:
+        """Of the targets' memory."""
+        self._rows = None
 
     def result(self, block_bytes: int, now: float) -> Finished:
         """Of an ended load; the caller is who ended it."""
-        ok = tuple(key for n, key in enumerate(self.keys) if n in self.delivered)
+        all_of_them = len(self.delivered) == len(self.keys)
+        ok = tuple(key for n, key in enumerate(self.keys) if all_of_them or n in self.delivered)
         began = now if self.began is None else self.began
         return Finished(
             self.ticket,
@@ -111,7 +148,7 @@ class LoadQueue:
                 return False
             self._loads[id(load)] = load
             self._waiting.append(load)
-            self._blocks_waiting += sum(len(part.numbers) for part in load.waiting)
+            self._blocks_waiting += sum(len(part) for part in load.waiting)
             self._changed.notify(len(load.waiting))
         return True
 
@@ -128,12 +165,12 @@ class LoadQueue:
             parts: list[Part] = []
             while self._waiting:
                 load = self._waiting[0]
-                share -= len(load.waiting[0].numbers)
+                share -= len(load.waiting[0])
                 if parts and share < 0:
                     break
                 part = load.waiting.popleft()
                 parts.append(part)
-                self._blocks_waiting -= len(part.numbers)
+                self._blocks_waiting -= len(part)
                 if not load.waiting:
                     self._waiting.popleft()
                 if load.began is None:
@@ -176,24 +213,20 @@ class LoadQueue:
                 if load.ended:
                     continue
                 load.ended = True
-                load.failed.update(
-                    (key, reason)
-                    for n, key in enumerate(load.keys)
-                    if n not in load.delivered and key not in load.failed
-                )
+                load.fail(range(len(load.keys)), reason)
             finally:
                 load.lock.release()
             self._finish(load)
 
     def _finish(self, load: Load) -> None:
-        load.targets = ()
+        load.let_go()
         with self._changed:
             self._loads.pop(id(load), None)
             unread = list(load.waiting)
             load.waiting.clear()
             if unread:
                 self._waiting.remove(load)
-                self._blocks_waiting -= sum(len(part.numbers) for part in unread)
+                self._blocks_waiting -= sum(len(part) for part in unread)
         for part in unread:
-            self._index.unpin(part.places())
+            self._index.unpin(part.groups)
         self._end(load)

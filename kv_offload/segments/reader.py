@@ -6,13 +6,13 @@ comes back it finds the load ended and throws the bytes away.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from vllm_pd.kv_offload.segments.config import StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
 from vllm_pd.kv_offload.segments.files import OpenFiles
 from vllm_pd.kv_offload.segments.format import ALIGN
-from vllm_pd.kv_offload.segments.index import Index, Place, Segment
+from vllm_pd.kv_offload.segments.index import Group, Index, Segment
 from vllm_pd.kv_offload.segments.load import Load, LoadQueue, Part
 from vllm_pd.kv_offload.segments.outcome import Reason
 from vllm_pd.kv_offload.segments.results import Results
@@ -95,8 +95,8 @@ class Readers:
         elif not self.queue.add(load):
             load.ended = True
             for part in load.waiting:
-                self._index.unpin(part.places())
-            load.failed.update((key, Reason.CLOSED) for key in load.keys if key not in load.failed)
+                self._index.unpin(part.groups)
+            load.fail(range(len(load.keys)), Reason.CLOSED)
             self._end(load)
 
     def close(self, timeout_s: float) -> bool:
@@ -111,35 +111,29 @@ class Readers:
     def _run(self) -> None:
         memory = AlignedMemory(self._most * self._config.stride)
         while parts := self.queue.take(self._most, len(self._threads)):
-            todo = [(part, part.places()) for part in parts]
             try:
-                self._read(todo, memory)
+                self._read([part for part in parts if not part.load.ended], memory)
             except Exception:
                 logger.exception("SSD tier: a load failed.")
                 for part in parts:
-                    self._fail(part.load, part.numbers, Reason.READ_FAILED)
+                    self._fail(part, range(len(part)), Reason.READ_FAILED)
             finally:
-                for part, places in todo:
-                    self._index.unpin(places)
+                for part in parts:
+                    self._index.unpin(part.groups)
                     self.queue.part_done(part.load)
-            # Do not hold the last targets while waiting.
-            del parts, todo, part, places
+            # Do not hold the last loads while waiting.
+            del parts, part
 
-    def _read(self, todo: list[tuple[Part, list[Place]]], memory: AlignedMemory) -> None:
-        """Parts of loads that are not ended, in one go."""
-        todo = [each for each in todo if not each[0].load.ended]
-        everything = [place for _, places in todo for place in places]
+    def _read(self, parts: list[Part], memory: AlignedMemory) -> None:
+        """Parts of loads that are not ended, in one go: their blocks lie in `memory` in this order."""
+        groups = [group for part in parts for group in part.groups]
         with ExitStack() as leases:
-            files = self._open(leases, {segment for segment, _ in everything})
+            files = self._open(leases, {segment for segment, _ in groups})
             with self._turn():
-                errors = self._read_runs(_runs(everything, self._config.stride), files, memory)
+                errors = self._read_runs(_runs(groups, self._config.stride), files, memory)
         if error := next((error for error in errors.values() if error is not _NOT_OPEN), None):
             self._complaints.say("read", f"blocks cannot be read ({error}); they are computed again.")
-        first = 0
-        for part, places in todo:
-            was_read = [i for i in range(len(places)) if first + i not in errors]
-            self._hand_over(part, places, memory, first, was_read)
-            first += len(places)
+        self._hand_over(parts, memory, errors)
 
     def _read_runs(self, runs: list[_Run], files: dict[Segment, OpenFile], memory: AlignedMemory) -> dict[int, OSError]:
         """Read blocks to their slots; those that could not be."""
@@ -171,16 +165,20 @@ class Readers:
             if mine:
                 self._turns.release()
 
-    def _hand_over(
-        self, part: Part, places: list[Place], memory: AlignedMemory, first: int, was_read: list[int]
-    ) -> None:
-        """One part, whose blocks lie from slot `first` on."""
-        if len(was_read) < len(places):
-            missing = set(range(len(places))).difference(was_read)
-            self._drop(part.load, part, places, sorted(missing), Reason.READ_FAILED)
-        whole = self._deliver(part.load, part, places, memory, first, was_read)
-        if whole is not None and len(whole) < len(was_read):
-            self._drop(part.load, part, places, sorted(set(was_read) - whole), Reason.CORRUPT)
+    def _hand_over(self, parts: list[Part], memory: AlignedMemory, errors: dict[int, OSError]) -> None:
+        """Deliver what was read; what was not, or is not what was stored, is no block any more."""
+        whole = self._deliver(parts, memory, errors)
+        first = 0
+        for part in parts:
+            slots = range(first, first + len(part))
+            first = slots.stop
+            bad = [slot for slot in slots if not whole[slot]]
+            if bad:
+                unread = [slot - slots.start for slot in bad if slot in errors]
+                self._drop(part, unread, Reason.READ_FAILED)
+                # Of the blocks of a load that ended meanwhile nothing is known.
+                if not part.load.ended:
+                    self._drop(part, [slot - slots.start for slot in bad if slot not in errors], Reason.CORRUPT)
 
     def _open(self, leases: ExitStack, segments: set[Segment]) -> dict[Segment, OpenFile]:
         """Files of the segments that can be opened."""
@@ -194,44 +192,55 @@ class Readers:
                     self._index.empty(segment)
         return files
 
-    def _deliver(
-        self, load: Load, part: Part, places: list[Place], memory: AlignedMemory, first: int, was_read: list[int]
-    ) -> set[int] | None:
-        """Copy to their targets those blocks that were read and are what was stored; which they are.
+    def _deliver(self, parts: list[Part], memory: AlignedMemory, errors: dict[int, OSError]) -> list[bool]:
+        """Copy to their targets those blocks that were read and are what was stored; which those are.
 
-        None if the load ended meanwhile, of whose blocks nothing is known then.
+        All in one pass: what Python does for each call it does with cold caches, after many megabytes went through.
         """
-        if not was_read:
-            return set()
-        keys = part.load.keys
-        seeds, wanted, targets = (np.zeros(len(places), np.uint64) for _ in range(3))
-        seeds[was_read] = checksum.seeds(self._config.namespace, (keys[part.numbers[i]] for i in was_read))
-        wanted[was_read] = [places[i][0].entries.checksums[places[i][1]] for i in was_read]
+        keys = [key for part in parts for key in part.keys]
+        sums = [
+            checksum
+            for part in parts
+            for segment, numbers in part.groups
+            for checksum in map(segment.entries.checksums.__getitem__, numbers)
+        ]
+        seeds, wanted = checksum.seeds(self._config.namespace, keys), np.array(sums, np.uint64)
         words, stride, size = np.frombuffer(memory.view, np.uint64), self._config.stride // 8, self._config.block_bytes
-        with load.lock:
-            if load.ended:
-                return None
-            targets[was_read] = [_address(load.targets[part.numbers[i]]) for i in was_read]
-            copied = checksum.check_and_copy(words, first * stride, stride, seeds, wanted, targets, size)
-            whole = set(np.flatnonzero(copied).tolist())
-            load.delivered.update(part.numbers[i] for i in whole)
-        self._counters.add(read_blocks_total=len(whole), read_bytes_total=len(whole) * size)
+        targets = np.array([target for part in parts for target in part.targets], np.uint64)
+        targets[list(errors)] = 0
+        with ExitStack() as locks:
+            # Always in one order: two readers may have parts of the same two loads.
+            for load in sorted({part.load for part in parts}, key=id):
+                locks.enter_context(load.lock)
+            first = 0
+            for part in parts:
+                if part.load.ended:
+                    targets[first : first + len(part)] = 0
+                first += len(part)
+            whole: list[bool] = checksum.check_and_copy(words, 0, stride, seeds, wanted, targets, size).tolist()
+            first = 0
+            for part in parts:
+                part.load.delivered.update(compress(part.positions, whole[first : first + len(part)]))
+                first += len(part)
+        count = sum(whole)
+        self._counters.add(read_blocks_total=count, read_bytes_total=count * size)
         return whole
 
-    def _drop(self, load: Load, part: Part, places: list[Place], bad: list[int], reason: Reason) -> None:
-        """These blocks leave the index, and their keys fail."""
+    def _drop(self, part: Part, bad: list[int], reason: Reason) -> None:
+        """These of its blocks leave the index, and their keys fail."""
         if not bad:
             return
-        self._index.forget([places[i] for i in bad])
+        places = [part.place(number) for number in bad]
+        self._index.forget(places)
         if reason is Reason.CORRUPT:
-            path = places[bad[0]][0].path
+            path = places[0][0].path
             self._complaints.say("corrupt", f"a block in {path} is not what was stored; it is computed again.")
-        self._fail(load, [part.numbers[i] for i in bad], reason)
+        self._fail(part, bad, reason)
 
-    def _fail(self, load: Load, numbers: list[int], reason: Reason) -> None:
-        with load.lock:
-            if not load.ended:
-                load.failed.update((load.keys[n], reason) for n in numbers if n not in load.delivered)
+    def _fail(self, part: Part, numbers: Iterable[int], reason: Reason) -> None:
+        with part.load.lock:
+            if not part.load.ended:
+                part.load.fail((part.positions[number] for number in numbers), reason)
 
     def _end(self, load: Load) -> None:
         result = load.result(self._config.block_bytes, self._clock())
@@ -251,21 +260,19 @@ class _Run:
     count: int
 
 
-def _runs(places: Sequence[Place], stride: int) -> list[_Run]:
-    """Each place has the next slot of memory."""
+def _runs(groups: Iterable[Group], stride: int) -> list[_Run]:
+    """Each block of a group has the next slot of memory."""
     runs: list[_Run] = []
-    last: Segment | None = None
-    following, step, most = -1, stride // ALIGN, max(1, REQUEST_BYTES // stride)
-    for slot, (segment, number) in enumerate(places):
-        at = segment.entries.offsets[number]
-        if segment is last and at == following and runs[-1].count < most:
-            runs[-1].count += 1
-        else:
-            runs.append(_Run(segment, at * ALIGN, slot, 1))
-            last = segment
-        following = at + step
+    slot, step, most = 0, stride // ALIGN, max(1, REQUEST_BYTES // stride)
+    for segment, numbers in groups:
+        begin = following = count = 0
+        for offset in map(segment.entries.offsets.__getitem__, numbers):
+            if offset != following or count == most:
+                if count:
+                    runs.append(_Run(segment, begin * ALIGN, slot, count))
+                slot, begin, count = slot + count, offset, 0
+            count += 1
+            following = offset + step
+        runs.append(_Run(segment, begin * ALIGN, slot, count))
+        slot += count
     return runs
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

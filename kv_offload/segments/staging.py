@@ -6,7 +6,6 @@ A thread of its own copies, so that a disk that hangs in a write pins nothing of
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections import deque
@@ -18,6 +17,7 @@ from vllm_pd.kv_offload.segments.config import StoreConfig
 from vllm_pd.kv_offload.segments.counters import Counters
 from vllm_pd.kv_offload.segments.outcome import Finished, Reason
 from vllm_pd.kv_offload.segments.results import Results
+from vllm_pd.kv_offload.segments.rows import Rows
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -31,21 +31,23 @@ _LEAST_BATCHES = 3
 class _Put:
     """A ticket whose blocks are being taken over. `rest` is the number of the first that is not."""
 
-    __slots__ = ("began", "failed", "fresh", "keys", "rest", "sources", "started", "ticket")
+    __slots__ = ("addresses", "began", "failed", "fresh", "keys", "rest", "sources", "started", "ticket")
 
     def __init__(
         self,
         ticket: int,
         keys: Sequence[bytes],
         fresh: list[bytes],
-        sources: list[memoryview],
+        sources: Rows,
+        addresses: list[int],
         failed: dict[bytes, Reason],
         started: float,
     ) -> None:
         self.ticket = ticket
         self.keys = keys
         self.fresh = fresh
-        self.sources = sources
+        self.sources: Rows | None = sources
+        self.addresses = addresses
         self.failed = failed
         self.started = started
         self.began: float | None = None
@@ -97,12 +99,14 @@ class Staging:
         ticket: int,
         keys: Sequence[bytes],
         fresh: Sequence[int],
-        sources: Sequence[memoryview],
+        sources: Rows,
+        addresses: list[int],
         failed: dict[bytes, Reason],
     ) -> None:
         """Blocks `fresh` of a put. Those that the backlog has no room for are refused; never waits.
 
         Args:
+            sources: what keeps the memory, in which the blocks have these `addresses`.
             failed: keys that were refused before; a put has one result for all.
         """
         now = self._clock()
@@ -114,7 +118,7 @@ class Staging:
             reason = Reason.CLOSED if self._closed else Reason.BUSY
             for number in refused:
                 failed[keys[number]] = reason
-            put = _Put(ticket, keys, [keys[i] for i in taken], [sources[i] for i in taken], failed, now)
+            put = _Put(ticket, keys, [keys[i] for i in taken], sources, [addresses[i] for i in taken], failed, now)
             self._keys.update(put.fresh)
             self._backlog += len(taken)
             if taken:
@@ -208,7 +212,7 @@ class Staging:
                 put.began = self._clock()
             last = min(put.rest + batch.room, len(put.fresh))
             part = slice(put.rest, last)
-            batch.add(self._config.namespace, put.fresh[part], _addresses(put.sources[part]), self._config.block_bytes)
+            batch.add(self._config.namespace, put.fresh[part], put.addresses[part], self._config.block_bytes)
             with self._changed:
                 self._backlog -= last - put.rest
                 put.rest = last
@@ -244,14 +248,10 @@ class Staging:
 
     def _end(self, put: _Put) -> None:
         now = self._clock()
-        put.sources.clear()
+        put.sources = None
         ok = tuple(key for key in put.keys if key not in put.failed)
         size = put.rest * self._config.block_bytes
         began = now if put.began is None else put.began
         self._results.ended(
             Finished(put.ticket, ok, put.failed, size, now - put.started, began - put.started, is_load=False)
         )
-
-
-def _addresses(views: Sequence[memoryview]) -> list[int]:
-    return [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views]

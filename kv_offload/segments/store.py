@@ -21,6 +21,7 @@ from vllm_pd.kv_offload.segments.log import SegmentLog
 from vllm_pd.kv_offload.segments.outcome import Finished, Reason, StoreStats
 from vllm_pd.kv_offload.segments.reader import Readers
 from vllm_pd.kv_offload.segments.results import Results
+from vllm_pd.kv_offload.segments.rows import Rows
 from vllm_pd.kv_offload.segments.staging import Staging
 from vllm_pd.kv_offload.segments.writer import Writer
 
@@ -99,16 +100,16 @@ class SegmentStore:
         """These blocks are in use: their segments are evicted later, and they outlive their segment."""
         self._index.touch(keys)
 
-    def put(self, ticket: int, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None:
-        """Store blocks. `sources[i]` is writable memory of `block_bytes`, not changed until the ticket is finished.
+    def put(self, ticket: int, keys: Sequence[bytes], sources: Rows) -> None:
+        """Store blocks. `sources` are not changed until the ticket is finished.
 
         The ticket is finished when the blocks are copied to staging memory or refused, so a slow disk holds the
         caller's memory for at most `put_wait_s`. Keys that are stored or staged already are ok at once.
 
         Raises:
-            ValueError: a source or key has the wrong size; nothing was done.
+            ValueError: there is no such row of memory, or a key has the wrong size; nothing was done.
         """
-        self._check(keys, sources)
+        addresses = self._check(keys, sources)
         reason = self._writer.refusing
         fresh: list[int] = []
         seen: set[bytes] = set()
@@ -126,22 +127,21 @@ class SegmentStore:
         if reason is not None:
             self._counters.count(self._counters.puts_refused, reason, len(failed))
         self._results.opened()
-        self._staging.offer(ticket, keys, fresh, sources, failed)
+        self._staging.offer(ticket, keys, fresh, sources, addresses, failed)
 
-    def get(self, ticket: int, keys: Sequence[bytes], targets: Sequence[memoryview], deadline_s: float) -> None:
-        """Load blocks into `targets`. Checked before they are copied there.
+    def get(self, ticket: int, keys: Sequence[bytes], targets: Rows, deadline_s: float) -> None:
+        """Load blocks into `targets`.
 
         Args:
-            targets: writable memory of `block_bytes` each.
             deadline_s: seconds from now, after which keys that are not loaded fail as late.
 
         Raises:
-            ValueError: a target or key has the wrong size; nothing was done.
+            ValueError: there is no such row of memory, or a key has the wrong size; nothing was done.
         """
-        self._check(keys, targets)
+        addresses = self._check(keys, targets)
         now = self._clock()
         self._results.opened()
-        self._readers.submit(Load(ticket, keys, self._index.locate(keys), targets, now + deadline_s, now))
+        self._readers.submit(Load(ticket, keys, self._index.locate(keys), targets, addresses, now + deadline_s, now))
 
     def finished(self) -> list[Finished]:
         """Tickets that ended since this was last asked, deadlines included. Each ticket ends once."""
@@ -226,15 +226,14 @@ class SegmentStore:
         self._staging.refuse_waiting(puts)
         self._results.wait_for_all(_CUT_SHORT_S)
 
-    def _check(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        if len(keys) != len(blocks):
-            raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
-        size = self._config.block_bytes
-        for key, block in zip(keys, blocks, strict=True):
-            if block.nbytes != size or block.readonly or not block.c_contiguous:
-                raise ValueError(f"a block must be writable contiguous memory of {size} bytes, got {block.nbytes}")
-            if not 0 < len(key) <= MAX_KEY_BYTES:
-                raise ValueError(f"a key must have 1 to {MAX_KEY_BYTES} bytes, got {len(key)}")
+    def _check(self, keys: Sequence[bytes], rows: Rows) -> list[int]:
+        """Addresses of the blocks."""
+        if len(keys) != len(rows.numbers):
+            raise ValueError(f"{len(keys)} keys for {len(rows.numbers)} blocks")
+        sizes = set(map(len, keys))
+        if sizes and not 0 < min(sizes) <= max(sizes) <= MAX_KEY_BYTES:
+            raise ValueError(f"a key must have 1 to {MAX_KEY_BYTES} bytes, got {min(sizes)} to {max(sizes)}")
+        return rows.addresses(self._config.block_bytes)
 
     def _adoption(self, pause: Callable[[], None]) -> Adoption:
         return Adoption(self._config, self._io, self._index, self._log, self._counters, self._complaints, pause)

@@ -19,6 +19,12 @@ STRIPE_BYTES = 64
 STREAM_ALIGN = 32
 """Where a copy may begin."""
 
+_AHEAD_BYTES = 1024
+"""What is asked of memory before it is needed, and marked as not needed again: less of what Python needs is displaced.
+Beyond the end it asks for bytes of something else, which is no access."""
+_TO_READ, _ONCE, _DATA = 0, 0, 1
+"""Arguments of LLVM's prefetch."""
+
 SECRET_WORDS = 24
 LANES = 8
 SECRET: NDArray[np.uint64] = np.frombuffer(
@@ -108,6 +114,7 @@ def _intrinsics() -> tuple[Any, Any]:
     intrinsic = importlib.import_module("numba.extending").intrinsic
     word, index = ir.IntType(64), ir.IntType(32)
     vector = ir.VectorType(word, 4)
+    byte = ir.IntType(8).as_pointer()
     half = 32  # bytes of a vector: half a stripe
 
     def every_lane(value: int) -> Any:
@@ -124,6 +131,9 @@ def _intrinsics() -> tuple[Any, Any]:
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         source, target, offset, count, lanes, secret = arguments
+        prefetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, index, index, index])
+        )
         copies = builder.icmp_unsigned("!=", target, ir.Constant(word, 0))
         first = [builder.load(at(builder, lanes, i), align=8) for i in (0, half)]
         entry = builder.block
@@ -140,6 +150,8 @@ def _intrinsics() -> tuple[Any, Any]:
         builder.position_at_end(body)
         here = builder.add(offset, builder.mul(number, ir.Constant(word, STRIPE_BYTES)))
         key = builder.add(secret, builder.mul(number, ir.Constant(word, 8)))
+        soon = builder.inttoptr(builder.add(builder.add(source, here), ir.Constant(word, _AHEAD_BYTES)), byte)
+        builder.call(prefetch, [soon, *(ir.Constant(index, hint) for hint in (_TO_READ, _ONCE, _DATA))])
         data = [builder.load(at(builder, builder.add(source, here), i), align=1) for i in (0, half)]
         keys = [builder.load(at(builder, key, i), align=1) for i in (0, half)]
         after = [added(builder, *each) for each in zip(sums, data, keys, strict=True)]

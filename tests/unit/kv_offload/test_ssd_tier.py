@@ -220,6 +220,8 @@ def test_a_step_tells_a_bounded_number_of_blocks(start: Start, monkeypatch: pyte
     for number in range(8):
         request.store(engine.worker, next(engine.jobs), [number], blocks([0]))
         request.step()
+    # An engine waits for a slow disk for a while only.
+    assert engine.tier.store.flush(30)
     engine.settle()
     assert all(len(keys) <= 3 for _, keys in engine.told)
     assert set().union(*(keys for _, keys in engine.told)) == {key(n) for n in range(8)}
@@ -268,6 +270,6 @@ def test_large_segments_are_made_no_larger_than_the_budget_allows(start: Start, 
 def evict(engine: Engine, number: int) -> None:
     """As the store does, without its segment."""
     index = engine.tier.store._index
-    places = index.locate([key(number)])
-    index.forget(places)
-    index.unpin(places)
+    [(segment, [place])] = index.locate([key(number)]).groups
+    index.forget([(segment, place)])
+    index.unpin([(segment, [place])])

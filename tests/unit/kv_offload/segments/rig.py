@@ -12,7 +12,8 @@ from typing import Any
 
 from tests.unit.kv_offload.faulty_io import FaultyIO
 from vllm_pd.kv_offload.block_io.thread_io import ThreadIO
-from vllm_pd.kv_offload.segments import Finished, SegmentStore, StoreConfig
+from vllm_pd.kv_offload.segments import Finished, Rows, SegmentStore, StoreConfig
+from vllm_pd.kv_offload.segments.index import Group, Index
 
 BLOCK = 8192
 NAMESPACE = bytes(range(32))
@@ -27,6 +28,17 @@ def key(i: int) -> bytes:
 
 def content(i: int, size: int = BLOCK) -> bytes:
     return random.Random(-1 - i).randbytes(64) * (size // 64) + bytes(size % 64)
+
+
+def rows(blocks: Iterable[bytes]) -> Rows:
+    """Memory of their own."""
+    blocks = list(blocks)
+    return Rows(memoryview(bytearray(b"".join(blocks))), range(len(blocks)))
+
+
+def pinned(index: Index, i: int) -> Group | None:
+    """Where block `i` is, as a load finds it: pinned until `unpin`."""
+    return next(iter(index.locate([key(i)]).groups), None)
 
 
 def config(root: Path, **changes: Any) -> StoreConfig:
@@ -86,15 +98,15 @@ class Rig:
     def begin_put(self, numbers: Sequence[int]) -> int:
         self.tickets += 1
         size = self.config.block_bytes
-        sources = [memoryview(bytearray(content(i, size))) for i in numbers]
-        self.store.put(self.tickets, [key(i) for i in numbers], sources)
+        self.store.put(self.tickets, [key(i) for i in numbers], rows(content(i, size) for i in numbers))
         return self.tickets
 
     def begin_get(self, numbers: Sequence[int], deadline_s: float = LIMIT_S) -> tuple[int, list[memoryview]]:
         self.tickets += 1
-        targets = [memoryview(bytearray(self.config.block_bytes)) for _ in numbers]
-        self.store.get(self.tickets, [key(i) for i in numbers], targets, deadline_s)
-        return self.tickets, targets
+        size = self.config.block_bytes
+        memory = memoryview(bytearray(len(numbers) * size))
+        self.store.get(self.tickets, [key(i) for i in numbers], Rows(memory, range(len(numbers))), deadline_s)
+        return self.tickets, [memory[i * size : (i + 1) * size] for i in range(len(numbers))]
 
     def wait(self, ticket: int) -> Finished:
         def ended() -> Finished | None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.kv_offload.segments.power_cut import PowerCutDisk
-from tests.unit.kv_offload.segments.rig import LIMIT_S, NAMESPACE, Rig, config, key, used
+from tests.unit.kv_offload.segments.rig import LIMIT_S, NAMESPACE, Rig, config, key, pinned, used
 from vllm_pd.kv_offload.block_io.aligned import AlignedMemory
 from vllm_pd.kv_offload.block_io.base import Piece
 from vllm_pd.kv_offload.segments import StoreConfig, folder
@@ -59,20 +59,20 @@ class Machine:
     def append(self, numbers: list[int]) -> None:
         batch = Batch(self._memory.view, self.config.batch_blocks, self.config.stride)
         pages = np.frombuffer(b"".join(page(i) for i in numbers), np.uint8)
-        addresses = [pages.ctypes.data + n * BLOCK for n in range(len(numbers))]
+        addresses = np.array([pages.ctypes.data + n * BLOCK for n in range(len(numbers))], np.uint64)
         batch.add(NAMESPACE, [key(i) for i in numbers], addresses, BLOCK)
         self.log.append(batch)
 
     def bytes_of(self, i: int) -> bytes | None:
         """As a load finds them, without comparing the checksum; None if the block is not in the index."""
-        [place] = self.index.locate([key(i)])
-        if place is None:
+        group = pinned(self.index, i)
+        if group is None:
             return None
-        segment, number = place
+        segment, [number] = group
         with self.files.lease(segment) as file:
             piece = Piece(file, segment.offset(number), self._page.address, BLOCK)
             assert self.disk.read([piece]) == [None]
-        self.index.unpin([place])
+        self.index.unpin([group])
         return bytes(self._page.view)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import tracemalloc
 from array import array
 from pathlib import Path
 
-from tests.unit.kv_offload.segments.rig import key
+from tests.unit.kv_offload.segments.rig import key, pinned
 from vllm_pd.kv_offload.segments.format import Entries, Identity
 from vllm_pd.kv_offload.segments.index import Index, Segment
 
@@ -32,11 +32,24 @@ def test_a_block_that_was_added_is_located_and_pins_its_segment() -> None:
     index = Index()
     first = segment(index, 1, range(3))
     assert key(1) in index and key(9) not in index
-    places = index.locate([key(1), key(9), key(2)])
-    assert places == [(first, 1), None, (first, 2)]
+    located = index.locate([key(2), key(9), key(1)])
+    assert (located.positions, located.absent, located.groups) == ([2, 0], [1], [(first, [1, 2])])
     assert first.pins == 2 and first.offset(1) == 2 * 4096
-    index.unpin([place for place in places if place])
+    index.unpin(located.groups)
     assert first.pins == 0
+
+
+def test_blocks_of_several_segments_are_located_as_they_lie() -> None:
+    index = Index()
+    first, second = segment(index, 1, range(3)), segment(index, 2, range(3, 6))
+    located = index.locate([key(i) for i in (5, 0, 3, 2, 0)])
+    assert located.positions == [1, 4, 3, 2, 0] and located.absent == []
+    assert located.groups == [(first, [0, 0, 2]), (second, [0, 2])]
+    assert located.part(0, 5) == (located.positions, located.groups)
+    assert located.part(1, 4) == ([4, 3, 2], [(first, [0, 2]), (second, [0])])
+    assert located.part(3, 9) == ([2, 0], [(second, [0, 2])])
+    assert (first.pins, second.pins) == (3, 2)
+    assert index.locate([]).positions == []
 
 
 def test_the_newest_copy_counts_and_is_not_news() -> None:
@@ -44,7 +57,7 @@ def test_the_newest_copy_counts_and_is_not_news() -> None:
     old = segment(index, 1, range(3))
     assert changes(index) == ({key(i) for i in range(3)}, set())
     new = segment(index, 2, [1])
-    assert index.locate([key(1)]) == [(new, 0)]
+    assert pinned(index, 1) == (new, [0])
     assert (old.live, new.live) == (2, 1)
     assert changes(index) == (set(), set())
     assert index.empty(old) == 2
@@ -57,7 +70,7 @@ def test_what_is_found_on_the_disk_does_not_replace_what_is_newer() -> None:
     old = index.open_segment(Identity(1, 0), Path("segment-1"), 1000)
     pauses: list[int] = []
     assert index.adopt(old, entries(range(600)), lambda: pauses.append(1)) == 598
-    assert index.locate([key(1)]) == [(new, 0)]
+    assert pinned(index, 1) == (new, [0])
     assert len(pauses) == 3, "gave way after each portion"
     assert index.clock == 2
 
@@ -66,7 +79,7 @@ def test_of_two_copies_in_one_segment_the_later_counts() -> None:
     index = Index()
     found = index.open_segment(Identity(1, 0), Path("segment-1"), 1000)
     assert index.adopt(found, entries([5, 6, 5]), lambda: None) == 2
-    assert index.locate([key(5)]) == [(found, 2)] and found.live == 2
+    assert pinned(index, 5) == (found, [2]) and found.live == 2
 
 
 def test_a_bad_block_leaves_unless_it_is_elsewhere_by_now() -> None:
@@ -84,10 +97,11 @@ def test_a_bad_block_leaves_unless_it_is_elsewhere_by_now() -> None:
 def test_a_segment_under_a_load_is_not_dropped() -> None:
     index = Index()
     old = segment(index, 1, range(2))
-    places = index.locate([key(0)])
+    group = pinned(index, 0)
+    assert group is not None
     index.empty(old)
     assert not index.drop(old) and index.used_bytes == 1000
-    index.unpin([place for place in places if place])
+    index.unpin([group])
     index.resize(old, 700)
     assert index.used_bytes == 700
     assert index.drop(old) and index.segments() == [] and index.used_bytes == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.kv_offload.segments.rig import LIMIT_S, Rig, config, key, segment_paths
+from tests.unit.kv_offload.segments.rig import LIMIT_S, Rig, config, key, pinned, segment_paths
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.segments import folder, recovery
 from vllm_pd.kv_offload.segments.lock import FolderLock, holder
@@ -97,11 +97,14 @@ def test_a_run_that_stored_nothing_leaves_no_segment(tmp_path: Path) -> None:
 def test_a_block_that_is_in_several_segments_is_found_in_the_newest(tmp_path: Path) -> None:
     with Rig(config(tmp_path)) as rig:
         rig.store_blocks(range(10))
-        rig.store._index.forget([place for place in rig.store._index.locate([key(3)]) if place])
+        group = pinned(rig.store._index, 3)
+        assert group is not None
+        rig.store._index.forget([(group[0], group[1][0])])
+        rig.store._index.unpin([group])
         rig.store_blocks([3, *range(100, 160)])
     with Rig(config(tmp_path)) as rig:
-        [place] = rig.store._index.locate([key(3)])
-        assert place is not None and place[1] > 9
+        group = pinned(rig.store._index, 3)
+        assert group is not None and group[1][0] > 9
         assert rig.store.stats().blocks == 70 and rig.get([3]).ok
 
 

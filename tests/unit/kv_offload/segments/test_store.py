@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.kv_offload.segments.rig import BLOCK, LIMIT_S, Rig, config, content, key, segment_paths, until
+from tests.unit.kv_offload.segments.rig import BLOCK, LIMIT_S, Rig, config, content, key, rows, segment_paths, until
 from vllm_pd.errors import SettingsError
-from vllm_pd.kv_offload.segments import Reason, StoreConfig
+from vllm_pd.kv_offload.segments import Reason, Rows, StoreConfig
 
 
 def test_what_was_stored_is_loaded(tmp_path: Path) -> None:
@@ -44,14 +44,15 @@ def test_a_block_larger_than_a_batch_a_reader_and_a_piece_is_stored(tmp_path: Pa
 def test_keys_of_different_lengths_live_together(tmp_path: Path) -> None:
     keys = [b"a", b"b" * 255, b"c" * 36]
     with Rig(config(tmp_path)) as rig:
-        rig.store.put(1, keys, [memoryview(bytearray(content(i))) for i in range(3)])
+        rig.store.put(1, keys, rows(content(i) for i in range(3)))
         assert rig.wait(1).ok == tuple(keys)
         rig.store.flush(LIMIT_S)
     with Rig(config(tmp_path)) as rig:
-        targets = [memoryview(bytearray(BLOCK)) for _ in keys]
-        rig.store.get(1, keys, targets, LIMIT_S)
+        targets = rows(bytes(BLOCK) for _ in range(5))
+        rig.store.get(1, keys, Rows(targets.memory, [4, 0, 2]), LIMIT_S)
         assert rig.wait(1).ok == tuple(keys)
-        assert [bytes(target) for target in targets] == [content(i) for i in range(3)]
+        expected = [content(1), bytes(BLOCK), content(2), bytes(BLOCK), content(0)]
+        assert bytes(targets.memory) == b"".join(expected), "each in its row, and no other row was touched"
 
 
 def test_a_block_is_contained_only_when_it_is_really_stored(tmp_path: Path) -> None:
@@ -95,11 +96,10 @@ def test_a_block_is_written_once(tmp_path: Path) -> None:
 def test_sources_are_free_when_the_ticket_is_finished_although_the_disk_hangs(tmp_path: Path) -> None:
     with Rig(config(tmp_path)) as rig:
         write = rig.disk.hang("write", skip=1)
-        sources = [memoryview(bytearray(content(i))) for i in range(4)]
+        sources = rows(content(i) for i in range(4))
         rig.store.put(1, [key(i) for i in range(4)], sources)
         assert rig.wait(1).ok
-        for source in sources:
-            source[:] = b"x" * BLOCK
+        sources.memory[:] = b"x" * (4 * BLOCK)
         write.release()
         rig.store.flush(LIMIT_S)
         assert len(rig.get(range(4)).ok) == 4
@@ -110,7 +110,7 @@ def test_what_a_slow_disk_does_not_take_is_refused_and_counted(tmp_path: Path) -
     with Rig(settings) as rig:
         write = rig.disk.hang("write", skip=1)
         results = [rig.wait(ticket) for ticket in [rig.begin_put(range(i, i + 10)) for i in range(0, 200, 10)]]
-        assert write.entered.is_set()
+        assert write.entered.wait(LIMIT_S)
         refused = [why for result in results for why in result.failed.values()]
         assert set(refused) == {Reason.BUSY}
         taken = sum(len(result.ok) for result in results)
@@ -130,16 +130,18 @@ def test_a_put_that_the_backlog_has_no_room_for_keeps_its_leading_blocks(tmp_pat
         assert result.failed == {key(i): Reason.BUSY for i in range(10, 30)}
 
 
-def test_a_source_or_key_of_the_wrong_size_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+def test_memory_or_a_key_of_the_wrong_size_is_refused_before_anything_is_done(tmp_path: Path) -> None:
     with Rig(config(tmp_path)) as rig:
         good = memoryview(bytearray(BLOCK))
         for keys, blocks in (
-            ([b"k"], [good[:-1]]),
-            ([b"k"], [memoryview(bytes(BLOCK))]),
-            ([b"k"], [memoryview(bytearray(2 * BLOCK))[::2]]),
-            ([b""], [good]),
-            ([b"k" * 256], [good]),
-            ([b"k"], []),
+            ([b"k"], Rows(good[:-1], [0])),
+            ([b"k"], Rows(good, [1])),
+            ([b"k"], Rows(good, [-1])),
+            ([b"k"], Rows(memoryview(bytes(BLOCK)), [0])),
+            ([b"k"], Rows(memoryview(bytearray(2 * BLOCK))[::2], [0])),
+            ([b""], Rows(good, [0])),
+            ([b"k" * 256], Rows(good, [0])),
+            ([b"k"], Rows(good, [])),
         ):
             with pytest.raises(ValueError):
                 rig.store.put(1, keys, blocks)
