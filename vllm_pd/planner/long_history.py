@@ -24,8 +24,15 @@ _MOST = 1e30
 
 def remembered(ages: Sequence[Buckets], sample: Sample, at_s: float) -> tuple[Buckets, ...]:
     """The buckets with one more sample, which ended at `at_s`."""
-    known = {each.width_s: each for each in ages}
+    known = {each.width_s: each for each in ages if _is_ours(each)}
     return tuple(_with(known.get(width, Buckets(width)), sample, at_s) for width in WIDTHS_S)
+
+
+def _is_ours(buckets: Buckets) -> bool:
+    """Whether they hold the numbers of this version: a planner of another one may have led before."""
+    fresh = Buckets(buckets.width_s)
+    numbers = len(buckets.sums) == len(fresh.sums) and len(buckets.periods) == len(fresh.periods)
+    return numbers and len(buckets.packed) % _ROW.size == 0 and len(buckets.packed) >= max(buckets.periods) * _ROW.size
 
 
 def _with(buckets: Buckets, sample: Sample, at_s: float) -> Buckets:

@@ -6,6 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -87,6 +88,20 @@ def test_a_bucket_holds_the_mean_and_a_gap_is_filled_and_a_clock_that_jumps_far_
         after = remembered(ages, sample(5.0), 900.0 + jump)
         assert [columns(each)[0] for each in after] == [[], [], []]
         assert [each.index for each in after] == [int((895.0 + jump) // width) for width in WIDTHS_S]
+
+
+def test_buckets_of_another_version_are_begun_anew() -> None:
+    ages: tuple[Buckets, ...] = ()
+    for number in range(20):
+        ages = remembered(ages, sample(5.0), 600.0 + 10.0 * number)
+    for other in (
+        {"packed": ages[0].packed + b"123"},
+        {"sums": (1.0, 2.0)},
+        {"periods": (0, 0)},
+        {"periods": (9,) * 5},
+    ):
+        after = remembered((replace(ages[0], **other), *ages[1:]), sample(5.0), 800.0)
+        assert columns(after[0])[0] == [] and after[1] == remembered(ages, sample(5.0), 800.0)[1]
 
 
 def foreseen(load: Callable[[float], float], seconds: float, ahead_s: float = 300.0, seed: int = 0) -> Forecast:
