@@ -11,6 +11,9 @@ from vllm_pd.kv_offload.segments.index import Group, Index, Located, Place
 from vllm_pd.kv_offload.segments.outcome import Finished, Reason
 from vllm_pd.kv_offload.segments.rows import Rows
 
+TURN_S = 0.05
+"""How long a reader waits for its turn."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
@@ -120,11 +123,15 @@ class LoadQueue:
     """Loads that are not ended, and which of their parts is next: first come, first served. Thread-safe.
 
     Args:
-        end: takes a load that was just ended, with whatever lock it needs free.
+        readers: who share what waits; half of them read at a time.
         index: where places of parts that are not read any more are unpinned.
+        end: takes a load that was just ended, with whatever lock it needs free.
     """
 
-    def __init__(self, index: Index, end: Callable[[Load], None], clock: Callable[[], float]) -> None:
+    def __init__(self, readers: int, index: Index, end: Callable[[Load], None], clock: Callable[[], float]) -> None:
+        self._readers = readers
+        self._turns = max(1, readers // 2)
+        self._reading = 0
         self._index = index
         self._end = end
         self._clock = clock
@@ -152,16 +159,26 @@ class LoadQueue:
             self._changed.notify(len(load.waiting))
         return True
 
-    def take(self, most: int, takers: int) -> list[Part]:
-        """The next parts, waiting for one; none when closed.
+    def take(self, most: int) -> list[Part]:
+        """The next parts, waiting for one, and for a turn to read, which `read_over` ends; none when closed.
+
+        Not all read at once: they would end at once too, and the disk would wait while all check what they read. That
+        holds for those who do read at once: whoever begins while nobody else reads takes half, to end before the next.
 
         Args:
             most: blocks; no part has more.
-            takers: who share what waits: each takes half of its share, so that none is left with much at the end.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            share = min(most, self._blocks_waiting // (2 * takers))
+            while True:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return []
+                # Those whose turn lasts this long hang on the disk, and it may have another file.
+                self._changed.wait_for(lambda: self._reading < self._turns or not self._waiting, TURN_S)
+                if self._waiting:
+                    break
+            share = min(most if self._reading else most // 2, self._blocks_waiting // self._readers)
+            self._reading += 1
             parts: list[Part] = []
             while self._waiting:
                 load = self._waiting[0]
@@ -176,6 +193,12 @@ class LoadQueue:
                 if load.began is None:
                     load.began = self._clock()
             return parts
+
+    def read_over(self) -> None:
+        """What was taken was read, or cannot be."""
+        with self._changed:
+            self._reading -= 1
+            self._changed.notify()
 
     def part_done(self, load: Load) -> None:
         """A part was delivered or failed; with its last part a load ends."""

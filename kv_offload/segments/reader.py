@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import compress
 
@@ -35,9 +35,6 @@ PART_BYTES = 4 << 20
 
 REQUEST_BYTES = 1 << 20
 """Neighbours are read at once up to this: few enough requests for us, and enough of them for a disk."""
-
-TURN_S = 0.05
-"""How long a reader waits for its turn to read; then others hang on the disk, and it may have another file."""
 
 _NOT_OPEN = OSError(errno.EIO, "its segment could not be opened")
 _GONE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR)
@@ -76,8 +73,7 @@ class Readers:
         self._clock = clock
         self._most = max(1, config.read_bytes // config.stride)
         self._part = max(1, min(config.read_bytes, PART_BYTES) // config.stride)
-        self._turns = threading.Semaphore(max(1, config.readers // 2))
-        self.queue = LoadQueue(index, self._end, clock)
+        self.queue = LoadQueue(config.readers, index, self._end, clock)
         self._threads = [
             threading.Thread(target=self._run, name=f"vllm_pd_ssd_read_{i}", daemon=True) for i in range(config.readers)
         ]
@@ -110,7 +106,7 @@ class Readers:
 
     def _run(self) -> None:
         memory = AlignedMemory(self._most * self._config.stride)
-        while parts := self.queue.take(self._most, len(self._threads)):
+        while parts := self.queue.take(self._most):
             try:
                 self._read([part for part in parts if not part.load.ended], memory)
             except Exception:
@@ -126,11 +122,13 @@ class Readers:
 
     def _read(self, parts: list[Part], memory: AlignedMemory) -> None:
         """Parts of loads that are not ended, in one go: their blocks lie in `memory` in this order."""
-        groups = [group for part in parts for group in part.groups]
-        with ExitStack() as leases:
-            files = self._open(leases, {segment for segment, _ in groups})
-            with self._turn():
+        try:
+            groups = [group for part in parts for group in part.groups]
+            with ExitStack() as leases:
+                files = self._open(leases, {segment for segment, _ in groups})
                 errors = self._read_runs(_runs(groups, self._config.stride), files, memory)
+        finally:
+            self.queue.read_over()
         if error := next((error for error in errors.values() if error is not _NOT_OPEN), None):
             self._complaints.say("read", f"blocks cannot be read ({error}); they are computed again.")
         self._hand_over(parts, memory, errors)
@@ -154,16 +152,6 @@ class Readers:
                 each = self._io.read([piece(run, at, 1) for at in range(run.count)]) if run.count > 1 else [error]
                 errors.update((run.slot + at, error) for at, error in enumerate(each) if error is not None)
         return errors
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Not all read at once: they would end at once too, and the disk would wait while all check what they read."""
-        mine = self._turns.acquire(timeout=TURN_S)
-        try:
-            yield
-        finally:
-            if mine:
-                self._turns.release()
 
     def _hand_over(self, parts: list[Part], memory: AlignedMemory, errors: dict[int, OSError]) -> None:
         """Deliver what was read; what was not, or is not what was stored, is no block any more."""
