@@ -91,6 +91,14 @@ def ahead(forecast: Forecast, in_s: float) -> str:
     )
 
 
+def reserve(times: float) -> str:
+    """For how much more than expected the number of workers is planned."""
+    return (
+        f"Workers are started and kept for {times - 1.0:.0%} more than that: more requests miss a target than may, "
+        "although the workers were expected to be enough."
+    )
+
+
 def splits(now: Split, wanted: Split, either: int, soon: Outlook) -> str:
     """What the present split is worth, and the best one."""
     said = (

@@ -138,6 +138,10 @@ class Memory:
     """By how much more work prefilling and decoding turned out to be than the model of capacity says, from how many
     requests met their targets."""
     decode_factor: float = 1.0
+    reserve: float = 1.0
+    """How many times what is expected is planned for where workers are started and taken away."""
+    enough_since: float | None = None
+    """Since when those at work were expected to be enough."""
     held_tokens: float | None = None
     """KV tokens that a running sequence was seen to hold."""
     move_s: float | None = None

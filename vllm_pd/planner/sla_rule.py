@@ -10,14 +10,14 @@ from vllm_pd.planner import explain
 from vllm_pd.planner.capacity import Speed
 from vllm_pd.planner.changes import moves, removals, rest_left, rested, starts
 from vllm_pd.planner.config import PlannerConfig
-from vllm_pd.planner.correct import corrected
+from vllm_pd.planner.correct import corrected, reserved
 from vllm_pd.planner.decision import Decision
 from vllm_pd.planner.forecast import Forecast, forecasts
 from vllm_pd.planner.learn import answer_s, speed
 from vllm_pd.planner.memory import Memory, NeedSample
 from vllm_pd.planner.model import Action, AddAction, Mode, PoolView
 from vllm_pd.planner.sight import Sight
-from vllm_pd.planner.target import Need, Outlook, Split, best_split, least_total, make_up, outlook
+from vllm_pd.planner.target import Need, Outlook, Split, best_split, least_total, make_up, outlook, times
 from vllm_pd.state.base import Role
 
 _EASED = 1.15
@@ -28,6 +28,8 @@ _LEAST_SURPRISE, _MOST_SURPRISE, _SURPRISED_S = 0.1, 0.5, 1000.0
 within bounds."""
 _SURE = 3
 """Steps for which workers must have been too many before one goes, where what is usual says when they are needed."""
+_WORTH_SAYING = 0.005
+"""A reserve from which on it is told."""
 _WARY = 1.5
 """So many times as much of a surprise is planned for before workers are taken away: what goes takes long to come back,
 and chance alone would take some away and start them again."""
@@ -55,14 +57,24 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     now = fitted(soon, present, either)
     if view.traffic is not None and not sight.moving:
         memory = corrected(memory, view.traffic, soon, now)
+        memory = reserved(
+            memory,
+            view.traffic,
+            config,
+            is_enough=soon.worth(now) >= config.attainment * soon.reachable,
+            answer_s=answer_s(memory),
+        )
         sight = replace(sight, memory=memory)
     target, rest_s = at_hand, _rest(memory, config)
     if config.mode is Mode.SCALE:
-        late = outlook(far.demand, _capped(far.spreads, memory, config), _then(pace, far), config, most)
+        later = times(far.demand, memory.reserve)
+        late = outlook(later, _capped(far.spreads, memory, config), _then(pace, far), config, most)
         reasons.append(explain.ahead(far, late_s))
+        if memory.reserve - 1.0 >= _WORTH_SAYING:
+            reasons.append(explain.reserve(memory.reserve))
         need = _least(late, config)
         # What may be needed again soon is kept, also where it would not be started yet.
-        wary = outlook(far.demand, _capped(far.spreads, memory, config, _WARY), _then(pace, far), config, most)
+        wary = outlook(later, _capped(far.spreads, memory, config, _WARY), _then(pace, far), config, most)
         kept = max(_least(wary, config).total, _least(soon, config).total)
         if far.returns:
             # Between the moments at which what is done now has an effect, and for as long after them as it must pay.
@@ -79,6 +91,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
             sight = replace(sight, memory=memory)
         reasons.append(explain.need(need, sight.total, config))
         numbers["workers_needed"] = float(need.total)
+        numbers["reserve"] = memory.reserve
         lacking = _lacking(sight, late, need, config)
         if lacking:
             actions += _start(sight, lacking, need, config, held_back)

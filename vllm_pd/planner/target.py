@@ -82,8 +82,8 @@ def outlook(
     total = sum(_WEIGHTS)
     sides = []
     for z, weight in zip(_DEVIATIONS, _WEIGHTS, strict=True):
-        left = prefill_side(_times(demand, math.exp(spread[0] * z)), speed, config, most, backlog_tokens)
-        right = decode_side(_times(demand, math.exp(spread[1] * z)), speed, config, most)
+        left = prefill_side(times(demand, math.exp(spread[0] * z)), speed, config, most, backlog_tokens)
+        right = decode_side(times(demand, math.exp(spread[1] * z)), speed, config, most)
         sides.append((weight / total, left, right))
     _, left, right = sides[len(sides) // 2]
     reachable = sum(weight * prefill.ok_alone * decode.ok_alone for weight, prefill, decode in sides)
@@ -150,7 +150,8 @@ def make_up(outlook: Outlook, there: Split, role: Role, worth: float, most: int)
     return most
 
 
-def _times(demand: Demand, factor: float) -> Demand:
+def times(demand: Demand, factor: float) -> Demand:
+    """So many times as much of everything."""
     return Demand(
         demand.arrivals * factor,
         demand.prompt_tokens * factor,

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_pd.planner.capacity import Demand, Side, Speed, StepLaw, decode_side, prefill_side
 from vllm_pd.planner.config import PlannerConfig
-from vllm_pd.planner.correct import corrected
+from vllm_pd.planner.correct import corrected, reserved
 from vllm_pd.planner.memory import Memory
 from vllm_pd.planner.model import Latency, Traffic
 from vllm_pd.planner.target import Outlook, Split, best_split, make_up, outlook
@@ -90,6 +90,34 @@ def test_targets_met_more_often_than_expected_make_work_count_for_less_until_tha
     assert memory.prefill_factor < 0.95
     speed = replace(SPEED, prefill_factor=memory.prefill_factor)
     assert prefill_side(DEMAND, speed, CONFIG, 8).ok[2] == pytest.approx(0.97, abs=0.03)
+
+
+def kept(steps: int, traffic: Traffic, memory: Memory, *, is_enough: bool = True) -> Memory:
+    """The memory after so many looks, ten seconds apart, at answers that last for half a minute."""
+    for _ in range(steps):
+        memory = replace(memory, clock=memory.clock + 10.0)
+        memory = reserved(memory, traffic, CONFIG, is_enough=is_enough, answer_s=30.0)
+    return memory
+
+
+def test_a_reserve_is_built_up_while_more_miss_a_target_than_may_and_is_given_up_when_no_more_do() -> None:
+    slightly = kept(50, measured(0.97, 0.96), Memory())
+    assert 1.1 < slightly.reserve < 1.4
+    assert kept(500, measured(0.5, 0.9), Memory()).reserve == 1.4
+    assert 0.95 < kept(50, measured(0.99, 0.99), slightly).reserve < 1.0
+
+
+def test_workers_that_were_known_to_be_too_few_and_answers_that_began_with_them_call_for_no_reserve() -> None:
+    assert kept(50, measured(0.5, 0.5), Memory(), is_enough=False).reserve == 1.0
+    assert kept(3, measured(0.5, 0.9), Memory()).reserve == 1.0
+    assert kept(5, measured(0.5, 0.9), Memory()).reserve > 1.0
+
+
+def test_few_requests_move_the_reserve_little_and_none_not_at_all() -> None:
+    few, many = (kept(20, measured(0.9, 0.9, count), Memory()).reserve for count in (2, 50))
+    assert 1.0 < few < 1.0 + (many - 1.0) / 5
+    for unknown in (measured(None, None), measured(0.9, None), measured(None, 0.9)):
+        assert kept(20, unknown, Memory(reserve=1.2)).reserve == 1.2
 
 
 def test_one_bad_moment_and_a_handful_of_requests_change_little_and_nothing_measured_forgets() -> None:
