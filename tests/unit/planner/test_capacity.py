@@ -101,7 +101,7 @@ def kept(steps: int, traffic: Traffic, memory: Memory, *, is_enough: bool = True
 
 
 def test_a_reserve_is_built_up_while_more_miss_a_target_than_may_and_is_given_up_when_no_more_do() -> None:
-    slightly = kept(50, measured(0.97, 0.96), Memory())
+    slightly = kept(30, measured(0.97, 0.96), Memory())
     assert 1.1 < slightly.reserve < 1.4
     assert kept(500, measured(0.5, 0.9), Memory()).reserve == 1.4
     assert 0.95 < kept(50, measured(0.99, 0.99), slightly).reserve < 1.0
@@ -114,7 +114,7 @@ def test_workers_that_were_known_to_be_too_few_and_answers_that_began_with_them_
 
 
 def test_few_requests_move_the_reserve_little_and_none_not_at_all() -> None:
-    few, many = (kept(20, measured(0.9, 0.9, count), Memory()).reserve for count in (2, 50))
+    few, many = (kept(10, measured(0.9, 0.9, count), Memory()).reserve for count in (2, 50))
     assert 1.0 < few < 1.0 + (many - 1.0) / 5
     for unknown in (measured(None, None), measured(0.9, None), measured(None, 0.9)):
         assert kept(20, unknown, Memory(reserve=1.2)).reserve == 1.2
