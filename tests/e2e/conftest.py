@@ -23,7 +23,7 @@ WORKER_ARGS = (
     "--served-model-name", MODEL, "--dtype", "float32", "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16",
 )  # fmt: skip
 # vLLM's own shape on a GPU. On a CPU it gives the worker a process of its own, whose imports are a third of what a
-# start costs; the cluster of the whole run, the graphs and the tests of the tiers have that shape.
+# start costs; the graphs and the tests of the tiers have that shape.
 WORKER_IN_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 SETTINGS = {"VLLM_PD_CPU_GIB": "0.125", "VLLM_PD_LEASE_S": str(LEASE_S)}
 
@@ -48,7 +48,7 @@ def tiny_cluster(
 @pytest.fixture(scope="session")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     # Caches can be reset from outside.
-    dev_mode = {"VLLM_SERVER_DEV_MODE": "1"}
+    dev_mode = {"VLLM_SERVER_DEV_MODE": "1", **WORKER_IN_ENGINE}
     made = tiny_cluster(tiny_model, tmp_path_factory.mktemp("cluster"), env=dev_mode, prefill=1, decode=1, plain=1)
     with made:
         yield made
