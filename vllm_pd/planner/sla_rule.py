@@ -84,7 +84,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
                 rest_s = _SURE * config.interval_s
                 for then in others:
                     spreads = _capped(then.spreads, memory, config, _WARY)
-                    usual = outlook(then.demand, spreads, _then(pace, then), config, most)
+                    usual = outlook(times(then.demand, memory.reserve), spreads, _then(pace, then), config, most)
                     kept = max(kept, _least(usual, config).total)
         if view.queue is not None:
             memory = _remember_need(memory, kept, config)
