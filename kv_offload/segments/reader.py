@@ -163,10 +163,9 @@ class Readers:
             bad = [slot for slot in slots if not whole[slot]]
             if bad:
                 unread = [slot - slots.start for slot in bad if slot in errors]
+                corrupt = [slot - slots.start for slot in bad if slot not in errors and whole[slot] is not None]
                 self._drop(part, unread, Reason.READ_FAILED)
-                # Of the blocks of a load that ended meanwhile nothing is known.
-                if not part.load.ended:
-                    self._drop(part, [slot - slots.start for slot in bad if slot not in errors], Reason.CORRUPT)
+                self._drop(part, corrupt, Reason.CORRUPT)
 
     def _open(self, leases: ExitStack, segments: set[Segment]) -> dict[Segment, OpenFile]:
         """Files of the segments that can be opened."""
@@ -180,8 +179,9 @@ class Readers:
                     self._index.empty(segment)
         return files
 
-    def _deliver(self, parts: list[Part], memory: AlignedMemory, errors: dict[int, OSError]) -> list[bool]:
-        """Copy to their targets those blocks that were read and are what was stored; which those are.
+    def _deliver(self, parts: list[Part], memory: AlignedMemory, errors: dict[int, OSError]) -> list[bool | None]:
+        """Copy to their targets those blocks that were read and are what was stored; which those are. Of the blocks of
+        a load that ended meanwhile nothing is known.
 
         All in one pass: what Python does for each call it does with cold caches, after many megabytes went through.
         """
@@ -205,12 +205,15 @@ class Readers:
                 if part.load.ended:
                     targets[first : first + len(part)] = 0
                 first += len(part)
-            whole: list[bool] = checksum.check_and_copy(words, 0, stride, seeds, wanted, targets, size).tolist()
+            whole: list[bool | None] = checksum.check_and_copy(words, 0, stride, seeds, wanted, targets, size).tolist()
             first = 0
             for part in parts:
-                part.load.delivered.update(compress(part.positions, whole[first : first + len(part)]))
-                first += len(part)
-        count = sum(whole)
+                last = first + len(part)
+                if part.load.ended:
+                    whole[first:last] = [None] * len(part)
+                part.load.delivered.update(compress(part.positions, whole[first:last]))
+                first = last
+        count = whole.count(True)
         self._counters.add(read_blocks_total=count, read_bytes_total=count * size)
         return whole
 
