@@ -195,8 +195,8 @@ def test_a_worker_that_is_stopped_ends_what_it_has_and_leaves_the_rest(router: R
     waiting = {job.id: job for job in router.jobs()}
     done = {name for name in names if name in router.results}
     assert all(not router.results[name].error for name in done)
-    # Given back only by an engine that stood still for too long, which on a slow machine it may have.
-    assert all(waiting[name].attempt == 1 for name in claimed - done)
+    # Given back by an engine that stood still for too long, which on a slow machine it may have, or not begun.
+    assert all(waiting[name].attempt <= 1 for name in claimed - done)
     assert all(decode_answer(router.results[name].data).status == 200 for name in done)
     # What it had not begun waits for others, as if it had never been claimed.
     assert done | set(waiting) == set(names)

@@ -17,7 +17,7 @@ pytest.importorskip("numba")
 
 from vllm_pd.cli import main
 from vllm_pd.kv_offload.block_io.thread_io import ThreadIO
-from vllm_pd.kv_offload.segments import SegmentStore, StoreConfig
+from vllm_pd.kv_offload.segments import Rows, SegmentStore, StoreConfig
 from vllm_pd.kv_offload.ssd_config import ROOT_NAME
 
 BLOCK = 8192
@@ -41,7 +41,8 @@ def filled(path: Path, name: str) -> SegmentStore:
     store.start()
     assert store.wait_recovered(PATIENCE_S)
     keys = [f"{n:036d}".encode() for n in range(BLOCKS)]
-    store.put(1, keys, [memoryview(bytearray(key * BLOCK)[:BLOCK]) for key in keys])
+    blocks = bytearray().join((key * BLOCK)[:BLOCK] for key in keys)
+    store.put(1, keys, Rows(memoryview(blocks), range(BLOCKS)))
     assert store.drain(PATIENCE_S) and store.flush(PATIENCE_S)
     assert store.stats().blocks == BLOCKS
     return store

@@ -275,7 +275,9 @@ async def test_a_worker_that_leaves_and_then_says_nothing_more_is_not_waited_for
     start_cluster: StartCluster, start_worker: StartWorker, stream: bool
 ) -> None:
     # As vLLM ends without a time to drain: its engine is gone, and its server waits for connections to be closed.
-    cluster, (first, second) = await two(start_cluster, start_worker, stuck_timeout=SOON, down_timeout=2 * SOON)
+    # A machine so slow that it is not even refused in that time must not decide what is said.
+    slow = {"health_timeout": 8 * SOON}
+    cluster, (first, second) = await two(start_cluster, start_worker, stuck_timeout=SOON, down_timeout=2 * SOON, **slow)
     first.gate = asyncio.Event()
     if not stream:
         first.hook = hang
