@@ -64,7 +64,9 @@ def reserved(memory: Memory, traffic: Traffic, config: PlannerConfig, *, is_enou
     may_miss = 1.0 - config.attainment
     over = (1.0 - ttft.within * itl.within) / may_miss - 1.0
     change = min(_MOST_MORE, _MORE * over * min(1.0, ttft.count * may_miss))
-    return replace(memory, reserve=max(_LEAST_RESERVE, min(_MOST_RESERVE, memory.reserve * (1.0 + change))))
+    # What a slow start brings comes after the requests that are to pay for it: there, nothing is saved on the guess.
+    least = 1.0 if (memory.start_s or config.start_s) > config.payback_s else _LEAST_RESERVE
+    return replace(memory, reserve=max(least, min(_MOST_RESERVE, memory.reserve * (1.0 + change))))
 
 
 def _moved(factor: float, expected: float, measured: Latency | None) -> float:

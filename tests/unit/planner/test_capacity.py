@@ -107,6 +107,12 @@ def test_a_reserve_is_built_up_while_more_miss_a_target_than_may_and_is_given_up
     assert 0.95 < kept(50, measured(0.99, 0.99), slightly).reserve < 1.0
 
 
+def test_where_starts_are_slow_no_less_than_is_expected_is_planned_for() -> None:
+    fine = measured(0.99, 0.99)
+    assert kept(50, fine, Memory(start_s=CONFIG.payback_s)).reserve < 1.0
+    assert kept(50, fine, Memory(start_s=CONFIG.payback_s + 1)).reserve == 1.0
+
+
 def test_workers_that_were_known_to_be_too_few_and_answers_that_began_with_them_call_for_no_reserve() -> None:
     assert kept(50, measured(0.5, 0.5), Memory(), is_enough=False).reserve == 1.0
     assert kept(3, measured(0.5, 0.9), Memory()).reserve == 1.0
