@@ -81,9 +81,6 @@ class Load:
         """As vLLM's CPU tier gives it to a tier below: one row for each block."""
         return self.memory.view[: self.size].cast("B", shape=[self.count, self.block_bytes])
 
-    def block(self, number: int) -> memoryview:
-        return self.memory.view[number * self.block_bytes : (number + 1) * self.block_bytes]
-
     def jobs(self) -> list[list[int]]:
         """Blocks in jobs, enough of them to keep every thread of a tier at work."""
         each = max(1, min(JOB_BLOCKS, self.count // JOBS_AT_LEAST))
