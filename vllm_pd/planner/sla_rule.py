@@ -67,14 +67,13 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
         sight = replace(sight, memory=memory)
     target, rest_s = at_hand, _rest(memory, config)
     if config.mode is Mode.SCALE:
-        later = times(far.demand, memory.reserve)
-        late = outlook(later, _capped(far.spreads, memory, config), _then(pace, far), config, most)
+        late = _then(far, memory, pace, config, most)
         reasons.append(explain.ahead(far, late_s))
         if memory.reserve - 1.0 >= _WORTH_SAYING:
             reasons.append(explain.reserve(memory.reserve))
         need = _least(late, config)
         # What may be needed again soon is kept, also where it would not be started yet.
-        wary = outlook(later, _capped(far.spreads, memory, config, _WARY), _then(pace, far), config, most)
+        wary = _then(far, memory, pace, config, most, _WARY)
         kept = max(_least(wary, config).total, _least(soon, config).total)
         if far.returns:
             # Between the moments at which what is done now has an effect, and for as long after them as it must pay.
@@ -82,10 +81,8 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
             if all(other.returns for other in others):
                 # What is usual says when they are needed again, so that need not be waited for.
                 rest_s = _SURE * config.interval_s
-                for then in others:
-                    spreads = _capped(then.spreads, memory, config, _WARY)
-                    usual = outlook(times(then.demand, memory.reserve), spreads, _then(pace, then), config, most)
-                    kept = max(kept, _least(usual, config).total)
+                usual = [_then(other, memory, pace, config, most, _WARY) for other in others]
+                kept = max(kept, *(_least(each, config).total for each in usual))
         if view.queue is not None:
             memory = _remember_need(memory, kept, config)
             sight = replace(sight, memory=memory)
@@ -119,9 +116,14 @@ def _expected(ahead_s: Sequence[float], view: PoolView, memory: Memory) -> list[
     return forecasts(memory.history, ahead_s, memory.answer, answer_s(memory), memory.ages, view.at_s)
 
 
-def _then(pace: Speed, forecast: Forecast) -> Speed:
-    """With sequences as large as they are then."""
-    return pace if forecast.held is None else replace(pace, held_tokens=forecast.held)
+def _then(
+    forecast: Forecast, memory: Memory, pace: Speed, config: PlannerConfig, most: int, surprise: float = 1.0
+) -> Outlook:
+    """What a total is planned by: with the reserve, so much of a surprise, and sequences as large as they are then."""
+    if forecast.held is not None:
+        pace = replace(pace, held_tokens=forecast.held)
+    spreads = _capped(forecast.spreads, memory, config, surprise)
+    return outlook(times(forecast.demand, memory.reserve), spreads, pace, config, most)
 
 
 def _capped(
