@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import compress
@@ -156,10 +156,7 @@ class Readers:
     def _hand_over(self, parts: list[Part], memory: AlignedMemory, errors: dict[int, OSError]) -> None:
         """Deliver what was read; what was not, or is not what was stored, is no block any more."""
         whole = self._deliver(parts, memory, errors)
-        first = 0
-        for part in parts:
-            slots = range(first, first + len(part))
-            first = slots.stop
+        for part, slots in _slots(parts):
             bad = [slot for slot in slots if not whole[slot]]
             if bad:
                 unread = [slot - slots.start for slot in bad if slot in errors]
@@ -200,19 +197,14 @@ class Readers:
             # Always in one order: two readers may have parts of the same two loads.
             for load in sorted({part.load for part in parts}, key=id):
                 locks.enter_context(load.lock)
-            first = 0
-            for part in parts:
+            for part, slots in _slots(parts):
                 if part.load.ended:
-                    targets[first : first + len(part)] = 0
-                first += len(part)
+                    targets[slots.start : slots.stop] = 0
             whole: list[bool | None] = checksum.check_and_copy(words, 0, stride, seeds, wanted, targets, size).tolist()
-            first = 0
-            for part in parts:
-                last = first + len(part)
+            for part, slots in _slots(parts):
                 if part.load.ended:
-                    whole[first:last] = [None] * len(part)
-                part.load.delivered.update(compress(part.positions, whole[first:last]))
-                first = last
+                    whole[slots.start : slots.stop] = [None] * len(part)
+                part.load.delivered.update(compress(part.positions, whole[slots.start : slots.stop]))
         count = whole.count(True)
         self._counters.add(read_blocks_total=count, read_bytes_total=count * size)
         return whole
@@ -249,6 +241,14 @@ class _Run:
     offset: int
     slot: int
     count: int
+
+
+def _slots(parts: Iterable[Part]) -> Iterator[tuple[Part, range]]:
+    """Where in a reader's memory the blocks of each part are."""
+    first = 0
+    for part in parts:
+        yield part, range(first, first + len(part))
+        first += len(part)
 
 
 def _runs(groups: Iterable[Group], stride: int) -> list[_Run]:
