@@ -23,7 +23,7 @@ help: ## List the targets
 install: $(STAMP) $(REDIS7) $(PROMETHEUS) ## Build .venv: vLLM (CUDA or CPU), NIXL, this project, its tools; Redis 7, Prometheus for tests
 
 # Rebuilt only when something it is made from changed.
-$(STAMP): setup.py pyproject.toml scripts/install.py
+$(STAMP): setup.py pyproject.toml scripts/install.py scripts/runner.py scripts/uv_settings.py
 	@python=; \
 	for name in python3.11 python3.12 python3.13 python3; do \
 	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \

