@@ -11,7 +11,8 @@
 Attainment is the fraction of all requests (those turned away, lost or never ended included) whose first token came
 within the TTFT target and whose tokens came, on average, within the ITL target. GPU hours count each worker from the
 moment it was asked for until it was gone. Roles change in place, except by Dynamo's rule: there a worker drains, is
-stopped and started cold in the new role. The traces are Mooncake's, as for `benchmarks.simulation`.
+stopped and started cold in the new role. `the same with foresight` is the planner's rule with what will come in place
+of its guess: how far a better forecast could bring it. The traces are Mooncake's, as for `benchmarks.simulation`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Report, Target, progress
+from benchmarks.planner_foresight import knowing
 from benchmarks.planner_workloads import ON_REQUEST, WORKLOADS, Workload
 from vllm_pd.planner.config import PlannerConfig, Rule
 from vllm_pd.planner.model import Mode, Plan
@@ -58,6 +60,8 @@ class Cell:
     mode: Mode | None = None
     rule: Rule = Rule.SLA
     cold_start: float = USUAL_START
+    knows: bool = False
+    """Whether it is told what will come: no planner, but what no planner can do better than by much."""
 
     def config(self) -> PlannedConfig:
         workload = self.workload
@@ -161,7 +165,8 @@ def _cells(workload: Workload, starts: Sequence[float], *, quick: bool, only: st
             cells.append(Cell(workload, f"{WORKERS} both", both=True))
     if only in (None, Rule.SLA):
         cells.append(Cell(workload, "planner, fixed total", mode=Mode.FIXED))
-        cells += [Cell(workload, "planner, scaling", mode=Mode.SCALE, cold_start=start) for start in starts]
+        for name, knows in (("planner, scaling", False), ("the same with foresight", True)):
+            cells += [Cell(workload, name, mode=Mode.SCALE, cold_start=start, knows=knows) for start in starts]
     if only in (None, Rule.DYNAMO_LOAD):
         rule = Rule.DYNAMO_LOAD
         if not quick:
@@ -171,7 +176,12 @@ def _cells(workload: Workload, starts: Sequence[float], *, quick: bool, only: st
 
 
 def _run(trace: Sequence[TraceRequest], cell: Cell) -> Found:
-    planned = PlannedCluster(cell.config()).simulate_planned(trace)
+    if cell.knows:
+        enough = replace(cell, mode=Mode.FIXED).config()
+        cluster = knowing(cell.config(), enough, trace)
+    else:
+        cluster = PlannedCluster(cell.config())
+    planned = cluster.simulate_planned(trace)
     return Found(summarize_planned(planned), tuple(planned.plans))
 
 
@@ -211,7 +221,8 @@ def _row(cell: Cell, report: PlannedReport) -> dict[str, Any]:
 
 def _judge(workload: Workload, found: Mapping[Cell, PlannedReport], report: Report) -> None:
     static = {cell: each for cell, each in found.items() if cell.mode is None}
-    ours = {cell: each for cell, each in found.items() if cell.mode is not None and cell.rule is Rule.SLA}
+    planned = {cell: each for cell, each in found.items() if cell.mode is not None and not cell.knows}
+    ours = {cell: each for cell, each in planned.items() if cell.rule is Rule.SLA}
     if not static or not ours:
         return
     best = max(static, key=lambda cell: static[cell].attained)

@@ -165,6 +165,7 @@ class Agent:
         while not await self._serves():
             if await self._sleep(_READY_PERIOD_S):
                 return
+        self._record = dataclasses.replace(self._record, startup_s=round(self._spec.age_s(), 1))
         registry = self._open_registry()
         prefill = self._spec.prefill if self._spec.is_registrar else None
         queue = prefill.open_queue() if prefill is not None else None

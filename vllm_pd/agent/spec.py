@@ -38,13 +38,14 @@ class AgentSpec:
 
     Attributes:
         store: the store's URL, for messages only (its password is hidden there).
-        record: what to register; `tokenizer` is filled in by the agent.
+        record: what to register; `tokenizer` and `startup_s` are filled in by the agent.
         writer: rank of this API server process: the load field it owns.
         is_registrar: whether this process registers the worker. One of several API servers does; all publish loads.
         lease_s: after how many seconds without a heartbeat routers forget the worker.
         event_sources: the engines, and where each publishes its KV events; asked now and then, in the agent's thread.
         load_tokenizer: reads the tokenizer files (None: there are none); called in the agent's thread.
         prefill: how it does prefill jobs; None: it claims none.
+        age_s: for how many seconds this process has run; 0 when unknown.
     """
 
     store: str
@@ -55,6 +56,7 @@ class AgentSpec:
     event_sources: Callable[[], Mapping[int, EventEndpoints]] = dict
     load_tokenizer: Callable[[], TokenizerFiles | None] = lambda: None
     prefill: PrefillSpec | None = None
+    age_s: Callable[[], float] = lambda: 0.0
 
     @property
     def lease_ms(self) -> int:

@@ -26,6 +26,7 @@ from vllm_pd.agent.readiness import OwnServer
 from vllm_pd.agent.runtime import RuntimeConfig
 from vllm_pd.agent.spec import AgentSpec, PrefillSpec
 from vllm_pd.agent.tokenizer_files import served_tokenizer_files
+from vllm_pd.graph.proc_tree import own_age_s
 from vllm_pd.state.base import WorkerRecord
 from vllm_pd.state.open_registry import open_block_index, open_prefill_queue, open_registry, open_roles
 
@@ -121,6 +122,7 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
         event_sources=functools.partial(_event_sources, vllm_config) if config.kv_events else dict,
         load_tokenizer=functools.partial(served_tokenizer_files, model, config.rendering),
         prefill=prefill,
+        age_s=own_age_s,
     )
 
 

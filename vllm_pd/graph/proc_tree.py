@@ -59,6 +59,14 @@ def identify(pid: int) -> ProcessId | None:
     return stat.id if stat is not None else None
 
 
+def own_age_s() -> float:
+    """Seconds since this process was started; 0 where that cannot be known."""
+    own = identify(os.getpid())
+    if own is None:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - own.started / os.sysconf("SC_CLK_TCK")
+
+
 def everyone() -> frozenset[ProcessId]:
     """All processes of this machine that run; zombies left out."""
     return frozenset(stat.id for stat in _living())

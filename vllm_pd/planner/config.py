@@ -60,7 +60,7 @@ class PlannerConfig:
     move_s: float = 10.0
     """How long a change of role takes, until some were seen."""
     start_s: float = 60.0
-    """How long a new worker takes to come up, until some were seen."""
+    """How long a new worker takes to come up at least, until some were seen."""
     start_deadline_s: float = 600.0
     """After that time a worker that was asked for and did not come up is given up."""
     cooldown_s: float = 20.0

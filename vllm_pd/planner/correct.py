@@ -15,6 +15,7 @@ import math
 from dataclasses import replace
 
 from vllm_pd.planner.config import PlannerConfig
+from vllm_pd.planner.learn import start_s
 from vllm_pd.planner.memory import Memory
 from vllm_pd.planner.model import Latency, Traffic
 from vllm_pd.planner.target import Outlook, Split
@@ -65,7 +66,7 @@ def reserved(memory: Memory, traffic: Traffic, config: PlannerConfig, *, is_enou
     over = (1.0 - ttft.within * itl.within) / may_miss - 1.0
     change = min(_MOST_MORE, _MORE * over * min(1.0, ttft.count * may_miss))
     # What a slow start brings comes after the requests that are to pay for it: there, nothing is saved on the guess.
-    least = 1.0 if (memory.start_s or config.start_s) > config.payback_s else _LEAST_RESERVE
+    least = 1.0 if start_s(memory, config) > config.payback_s else _LEAST_RESERVE
     return replace(memory, reserve=max(least, min(_MOST_RESERVE, memory.reserve * (1.0 + change))))
 
 

@@ -91,6 +91,11 @@ def ahead(forecast: Forecast, in_s: float) -> str:
     )
 
 
+def startup(seconds: float) -> str:
+    """How long a start will take, while none was seen."""
+    return f"A start is expected to take {seconds:.0f} s, as those of the workers took that are there."
+
+
 def reserve(times: float) -> str:
     """For how much more than expected the number of workers is planned."""
     return (

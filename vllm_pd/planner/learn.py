@@ -122,6 +122,11 @@ def step_law(rates: Rates, seen: Sequence[StepSample]) -> StepLaw:
     return StepLaw(*law.fit(((1.0, each.sequences, each.kv_kilotokens), each.itl_s) for each in seen))
 
 
+def start_s(memory: Memory, config: PlannerConfig) -> float:
+    """Seconds that a start is expected to take: as seen, else as the workers that are there say of theirs."""
+    return memory.start_s or max(config.start_s, memory.startup_s or 0.0)
+
+
 def answer_s(memory: Memory) -> float:
     """Seconds that a usual answer lasts; 0 while that is not known."""
     return memory.answer * memory.steps[-1].itl_s if memory.steps else 0.0

@@ -147,6 +147,8 @@ class Memory:
     move_s: float | None = None
     """How long changes of role took, and starts; None until one was seen."""
     start_s: float | None = None
+    startup_s: float | None = None
+    """How long a start took the usual worker, as those that are there say."""
     moved_at: float | None = None
     moved_to: Role | None = None
     turns: float = 0.0

@@ -36,6 +36,8 @@ class WorkerView:
     waiting: int | None = None
     kv_usage: float | None = None
     load_age_s: float | None = None
+    startup_s: float | None = None
+    """How long its start took, as it says; what was before its process began is not in it."""
 
     @property
     def is_settled(self) -> bool:

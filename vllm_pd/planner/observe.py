@@ -185,6 +185,7 @@ def _worker(memory: _PoolMemory, state: WorkerState, wish: WantedRole | None, no
         waiting=waiting,
         kv_usage=kv_usage,
         load_age_s=load_age_s,
+        startup_s=record.startup_s or None,
     )
 
 

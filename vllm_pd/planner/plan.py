@@ -8,6 +8,7 @@ from dataclasses import replace
 from vllm_pd.planner.changes import moves, remember
 from vllm_pd.planner.config import PlannerConfig, Rule
 from vllm_pd.planner.dynamo_rule import by_load
+from vllm_pd.planner.forecast import Foresee, forecasts
 from vllm_pd.planner.learn import learn
 from vllm_pd.planner.memory import Memory
 from vllm_pd.planner.model import Action, Plan, PoolView
@@ -19,7 +20,7 @@ _ENOUGH_SAMPLES = 3
 """Spans of time of which a planner must know what arrived before it judges: one may be anything."""
 
 
-def step(view: PoolView, memory: Memory, config: PlannerConfig) -> tuple[Plan, Memory]:
+def step(view: PoolView, memory: Memory, config: PlannerConfig, foresee: Foresee = forecasts) -> tuple[Plan, Memory]:
     """Decide what to change now. The caller carries it out and keeps the memory for the next step."""
     sight = look(view, memory, config)
     memory = learn(view, sight, config)
@@ -29,7 +30,10 @@ def step(view: PoolView, memory: Memory, config: PlannerConfig) -> tuple[Plan, M
     unknown = _unknown(view, memory, config)
     if unknown:
         return _without_demand(view, sight, config, unknown)
-    decision = (by_load if config.rule is Rule.DYNAMO_LOAD else by_targets)(view, sight, config)
+    if config.rule is Rule.DYNAMO_LOAD:
+        decision = by_load(view, sight, config)
+    else:
+        decision = by_targets(view, sight, config, foresee)
     plan = Plan(
         view.at_s,
         decision.actions,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.memory import AskedMove, AskedRemoval, AskedStart, Memory, Refused
@@ -60,6 +61,8 @@ def look(view: PoolView, memory: Memory, config: PlannerConfig) -> Sight:
     memory, left = _follow_removals(view, memory, config)
     memory, started, give_up, starting = _follow_starts(view, memory, config)
     memory, vanished = _follow_workers(view, memory, config)
+    if took := [worker.startup_s for worker in view.workers if worker.startup_s is not None]:
+        memory = replace(memory, startup_s=median(took))
     wanted = {move.worker: move.to for move in memory.asked_moves}
     by_role: dict[Role, list[WorkerView]] = {role: [] for role in Role}
     moving = set(wanted)

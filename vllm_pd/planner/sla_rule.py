@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from vllm_pd.planner import explain
@@ -12,8 +12,8 @@ from vllm_pd.planner.changes import moves, removals, rest_left, rested, starts
 from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.correct import corrected, reserved
 from vllm_pd.planner.decision import Decision
-from vllm_pd.planner.forecast import Forecast, forecasts
-from vllm_pd.planner.learn import answer_s, speed
+from vllm_pd.planner.forecast import Forecast, Foresee, forecasts
+from vllm_pd.planner.learn import answer_s, speed, start_s
 from vllm_pd.planner.memory import Memory, NeedSample
 from vllm_pd.planner.model import Action, AddAction, Mode, PoolView
 from vllm_pd.planner.sight import Sight
@@ -35,18 +35,23 @@ _WARY = 1.5
 and chance alone would take some away and start them again."""
 
 
-def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
+def by_targets(view: PoolView, sight: Sight, config: PlannerConfig, foresee: Foresee = forecasts) -> Decision:
     """Decide what to change now."""
     memory = sight.memory
     present = Split(len(sight.prefill), len(sight.decode))
     either = len(sight.both)
     soon_s = (memory.move_s or config.move_s) + config.interval_s
-    late_s = (memory.start_s or config.start_s) + config.interval_s
+    late_s = start_s(memory, config) + config.interval_s
     pace = speed(view, memory)
     most = max(config.max_workers, sight.total, 2)
     # Unknown is not nothing: what can be said without the queue is how many are needed at least.
     waiting = float(view.queue.tokens) if view.queue is not None else 0.0
-    near, far = _expected((soon_s, late_s), view, memory)
+
+    def expected(*ahead_s: float) -> list[Forecast]:
+        answers = memory.answer, answer_s(memory)
+        return foresee(memory.history, ahead_s, *answers, memory.ages, view.at_s)
+
+    near, far = expected(soon_s, late_s)
     soon = outlook(near.demand, near.spreads, pace, config, most, waiting)
     reasons = [*explain.seen(view, config), *explain.able(pace, soon, config)]
     reasons.append(explain.ahead(near, soon_s))
@@ -69,6 +74,8 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     if config.mode is Mode.SCALE:
         late = _then(far, memory, pace, config, most)
         reasons.append(explain.ahead(far, late_s))
+        if memory.start_s is None and (memory.startup_s or 0.0) > config.start_s:
+            reasons.append(explain.startup(start_s(memory, config)))
         if memory.reserve - 1.0 >= _WORTH_SAYING:
             reasons.append(explain.reserve(memory.reserve))
         need = _least(late, config)
@@ -77,7 +84,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
         kept = max(_least(wary, config).total, _least(soon, config).total)
         if far.returns:
             # Between the moments at which what is done now has an effect, and for as long after them as it must pay.
-            others = _expected(((soon_s + late_s) / 2, late_s + config.payback_s), view, memory)
+            others = expected((soon_s + late_s) / 2, late_s + config.payback_s)
             if all(other.returns for other in others):
                 # What is usual says when they are needed again, so that need not be waited for.
                 rest_s = _SURE * config.interval_s
@@ -112,10 +119,6 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig) -> Decision:
     return Decision(memory, tuple(actions), verdict, tuple(reasons), numbers)
 
 
-def _expected(ahead_s: Sequence[float], view: PoolView, memory: Memory) -> list[Forecast]:
-    return forecasts(memory.history, ahead_s, memory.answer, answer_s(memory), memory.ages, view.at_s)
-
-
 def _then(
     forecast: Forecast, memory: Memory, pace: Speed, config: PlannerConfig, most: int, surprise: float = 1.0
 ) -> Outlook:
@@ -131,8 +134,7 @@ def _capped(
 ) -> tuple[float, float]:
     """A total is not planned for every surprise: moves answer those, and the next step may ask for more. The longer a
     start takes, the less it may."""
-    start_s = memory.start_s or config.start_s
-    most = min(_MOST_SURPRISE, max(_LEAST_SURPRISE, times * start_s / _SURPRISED_S))
+    most = min(_MOST_SURPRISE, max(_LEAST_SURPRISE, times * start_s(memory, config) / _SURPRISED_S))
     return min(most, spreads[0]), min(most, spreads[1])
 
 
@@ -158,7 +160,7 @@ def _remember_need(memory: Memory, workers: int, config: PlannerConfig) -> Memor
 def _rest(memory: Memory, config: PlannerConfig) -> float:
     """Seconds that workers must have been too many before one goes: what takes long to come back stays longer."""
     if memory.start_s is None:
-        return max(config.remove_after_s, config.start_s)
+        return max(config.remove_after_s, start_s(memory, config))
     return max(config.remove_after_s / 2, memory.start_s)
 
 
@@ -180,13 +182,13 @@ def _lacking(sight: Sight, late: Outlook, need: Need, config: PlannerConfig) -> 
     wanted = best_split(late, need.total)
     there = Split(sight.count(Role.PREFILL), sight.count(Role.DECODE))
     short = {Role.PREFILL: wanted.prefill - there.prefill, Role.DECODE: wanted.decode - there.decode}
-    start_s = sight.memory.start_s or config.start_s
+    takes_s = start_s(sight.memory, config)
     found: dict[Role, int] = {}
     for role, more in sorted(short.items(), key=lambda pair: -pair[1]):
         count = min(more, missing - sum(found.values()))
         left = rest_left(sight.memory, role, config)
         # A slow start is no way round a rest that ends before it.
-        if more > 0 and left > 0 and start_s <= max(config.payback_s, left) and not sight.both:
+        if more > 0 and left > 0 and takes_s <= max(config.payback_s, left) and not sight.both:
             count = max(count, make_up(late, there, role, need.worth, more))
         if count > 0:
             found[role] = count
@@ -231,7 +233,7 @@ def _move(
         to, count = Role.DECODE, wanted.decode - present.decode - either
     else:
         return []
-    if (sight.memory.start_s or config.start_s) <= config.payback_s:
+    if start_s(sight.memory, config) <= config.payback_s:
         count -= coming.get(to, 0)
     if count <= 0:
         held_back.append(f"Nobody moves: the {to} workers that are coming up are enough.")

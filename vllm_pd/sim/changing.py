@@ -42,7 +42,7 @@ class ChangingCluster(Cluster):
         self.planned = PlannedRun(config, self.run)
         for index, role in enumerate(cluster.roles):
             member = self._new_member(role, 0.0)
-            member.state, member.index = State.UP, index
+            member.state, member.index, member.startup_s = State.UP, index, self._life.cold_start
             self._by_index.append(member)
 
     # Starts and ends.
@@ -63,6 +63,7 @@ class ChangingCluster(Cluster):
         if life.start_fails and self._chance.random() < life.start_fails:
             return
         takes = life.cold_start * (1.0 + life.start_spread * self._chance.uniform(-1.0, 1.0))
+        member.startup_s = takes
         self._at(now + takes, lambda now: self._up(member, now))
 
     def _up(self, member: Member, now: float) -> None:

@@ -120,6 +120,7 @@ class PlannedCluster(ChangingCluster):
             waiting=engine.waiting,
             kv_usage=engine.kv_usage,
             load_age_s=self._life.seen_after,
+            startup_s=member.startup_s,
         )
 
     def _act(self, action: Action, now: float) -> None:

@@ -40,6 +40,7 @@ class Member:
     since: float = 0.0
     """When it came into its state."""
     asked_by: str = ""
+    startup_s: float = 0.0
     gone_at: float | None = None
     listed_until: float | None = None
     """Where it died: others do not know yet."""

@@ -138,6 +138,8 @@ class WorkerRecord:
     """Whether its server's default sampling depends on the answer so far (presence or frequency penalty)."""
     tokenizer: str = ""
     """Hex SHA-256 under which the tokenizer files are in the store; empty when not published."""
+    startup_s: float = 0.0
+    """From the start of its process until it served; 0 when unknown."""
     versions: Mapping[str, str] = field(default_factory=dict)
     role_epoch: int = 0
     """How often its role has changed since its start."""

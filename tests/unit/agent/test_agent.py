@@ -120,6 +120,14 @@ def test_nothing_is_registered_before_the_server_serves(store: EmbeddedStore, ma
     assert len(answers) == 3
 
 
+def test_a_worker_says_how_long_it_took_to_serve(store: EmbeddedStore, make: Callable[..., Agent]) -> None:
+    ages = iter((42.04, 50.0, 60.0))
+    make(age_s=lambda: next(ages)).start()
+    for _ in longer_than_the_lease():
+        eventually(lambda: registered(store))
+        assert workers(store)[0].record.startup_s == 42.0
+
+
 def test_an_agent_whose_server_never_serves_can_be_stopped(make: Callable[..., Agent]) -> None:
     async def serves() -> bool:
         return False

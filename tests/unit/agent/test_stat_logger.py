@@ -161,6 +161,7 @@ def test_one_of_several_api_servers_registers(
 ) -> None:
     spec = stat_logger.agent_spec(config(store, port), engine_config("m", rank), 1)
     assert (spec.is_registrar, spec.writer) == (registrar, writer)
+    assert spec.age_s() > 0
 
 
 def test_without_a_store_no_thread_is_started() -> None:

@@ -259,3 +259,11 @@ def test_a_signal_for_a_reused_pid_hits_nobody() -> None:
     send([stranger], signal.SIGKILL)
     assert not is_alive(stranger)
     assert is_alive(mine)
+
+
+def test_a_process_knows_for_how_long_it_has_run() -> None:
+    code = "import time; time.sleep(0.6); from vllm_pd.graph.proc_tree import own_age_s; print(own_age_s())"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=WAIT_S)
+    # Starts are known to the clock tick.
+    assert 0.55 <= float(done.stdout) <= time.monotonic() - began + 0.05

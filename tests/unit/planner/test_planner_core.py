@@ -192,6 +192,20 @@ def test_growing_traffic_starts_workers_before_it_is_too_late_and_idle_ones_go()
     assert len(world.workers) == SCALE.min_workers
 
 
+@pytest.mark.parametrize(("startup_s", "stays_s"), [(None, 120.0), (20.0, 120.0), (400.0, 400.0)])
+def test_workers_stay_as_long_as_the_starts_of_those_that_are_there_took(
+    startup_s: float | None, stays_s: float
+) -> None:
+    """Also before the planner has seen a start of its own."""
+    world = steady(Load(0.5, 300, 50), 4, 4, startup_s=startup_s)
+    plans, memory = world.run(SCALE, 60)
+    gone = next(plan for plan in plans if any(isinstance(action, RemoveAction) for action in plan.actions))
+    assert stays_s <= gone.at_s - plans[0].at_s <= stays_s + 60.0
+    said = "A start is expected to take 400 s, as those of the workers took that are there."
+    assert (said in plans[-1].reasons) is (startup_s == 400.0)
+    assert decode_memory(encode_memory(memory)).startup_s == startup_s
+
+
 def test_a_worker_that_is_started_for_a_kind_is_not_moved_there_as_well() -> None:
     world = steady(Load(10.0, 3000, 200), 2, 3, start_s=20.0)
     plans, _ = world.run(SCALE, 6, Memory(start_s=20.0))

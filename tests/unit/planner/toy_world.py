@@ -61,6 +61,8 @@ class World:
     both: int = 0
     move_s: float = 8.0
     start_s: float = 60.0
+    startup_s: float | None = None
+    """What its workers say that their starts took."""
     moves_fail: float = 0.0
     starts_fail: float = 0.0
     noise: bool = True
@@ -147,6 +149,7 @@ class World:
                     waiting=0,
                     kv_usage=usage if w.role is not Role.PREFILL else 0.1,
                     load_age_s=0.2,
+                    startup_s=self.startup_s,
                 )
                 for w in sorted(self.workers.values(), key=lambda w: w.id)
             ),
