@@ -165,8 +165,10 @@ def _cells(workload: Workload, starts: Sequence[float], *, quick: bool, only: st
             cells.append(Cell(workload, f"{WORKERS} both", both=True))
     if only in (None, Rule.SLA):
         cells.append(Cell(workload, "planner, fixed total", mode=Mode.FIXED))
-        for name, knows in (("planner, scaling", False), ("the same with foresight", True)):
-            cells += [Cell(workload, name, mode=Mode.SCALE, cold_start=start, knows=knows) for start in starts]
+        cells += [Cell(workload, "planner, scaling", mode=Mode.SCALE, cold_start=start) for start in starts]
+        if workload.shifts and not quick:
+            name = "the same with foresight"
+            cells += [Cell(workload, name, mode=Mode.SCALE, cold_start=start, knows=True) for start in starts]
     if only in (None, Rule.DYNAMO_LOAD):
         rule = Rule.DYNAMO_LOAD
         if not quick:
