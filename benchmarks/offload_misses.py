@@ -31,12 +31,12 @@ SIZES = Sizes(memory=96 << 20, block_tokens=32, gpu_blocks=448, max_model_len=25
 AT_ONCE = 8
 TOKENS = 1500
 BATCH, PAIRS = 32, 9
-QUICK_BATCH, QUICK_PAIRS = 16, 4
+QUICK_BATCH, QUICK_PAIRS = 8, 3
 THROUGHPUT = 0.99
 
 LENGTHS = (64, 96, 160, 256, 384, 512, 1024, 2048)
 QUICK_LENGTHS = (64, 256, 1024)
-PROMPTS, QUICK_PROMPTS = 9, 5
+PROMPTS, QUICK_PROMPTS = 9, 3
 WARM_UP_LENGTHS = (100, 400, 1500)
 BELIEF = 4.0
 """What the gate's break-even may differ from the measured one by: lengths are measured in steps of up to two."""
@@ -47,43 +47,54 @@ Seconds = dict[tuple[int, str], list[float]]
 
 def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
     """Both measurements."""
-    with tempfile.TemporaryDirectory(prefix="offload-", dir=scratch_folder()) as scratch:
-        places = [Path(scratch) / name / part for name in ("throughput", "break-even") for part in ("blocks", "logs")]
-        for place in places:
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=scratch_folder()) as scratch, ExitStack() as stack:
+        blocks, logs = Path(scratch) / "blocks", Path(scratch) / "logs"
+        for place in (blocks, logs):
             place.mkdir(parents=True)
-        rows, targets = _throughput(places[0], places[1], quick)
-        more_rows, more_targets = _break_even(places[2], places[3], quick)
+        progress("starting a server with tiers, which loads whatever it costs, and one without")
+        model = tiny_model_dir()
+        starts = [
+            running(OURS, model, SIZES, blocks, logs, load_gate="always"),
+            running(NOTHING, model, SIZES, blocks, logs),
+        ]
+        # A start computes on one core for most of its time.
+        with ThreadPoolExecutor(len(starts)) as pool:
+            on, off = pool.map(stack.enter_context, starts)
+        sides = {name: Side(system.url, [system.worker]) for name, system in ((OURS, on), (NOTHING, off))}
+        for side in sides.values():
+            stack.callback(side.wake)
+        rows, targets = _throughput({OURS: on, NOTHING: off}, sides, quick)
+        sides[OURS].wake()
+        more_rows, more_targets = _break_even(on, kv_bytes_per_token(model, DTYPE), quick)
     return rows + more_rows, targets + more_targets
 
 
-def _throughput(folder: Path, logs: Path, quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
-    model, rng = tiny_model_dir(), random.Random(3)
+def _throughput(
+    systems: Mapping[str, System], sides: Mapping[str, Side], quick: bool
+) -> tuple[list[dict[str, Any]], list[Target]]:
+    """Leaves all of them stopped."""
+    rng = random.Random(3)
     batch, pairs = (QUICK_BATCH, QUICK_PAIRS) if quick else (BATCH, PAIRS)
-    progress("starting a server with tiers and one without")
-    with running(OURS, model, SIZES, folder, logs) as on, running(NOTHING, model, SIZES, folder, logs) as off:
-        systems = {OURS: on, NOTHING: off}
-        sides = {name: Side(system.url, [system.worker]) for name, system in systems.items()}
-        taken: dict[str, list[float]] = {OURS: [], NOTHING: []}
-        worked: dict[str, list[float]] = {OURS: [], NOTHING: []}
-        with ExitStack() as at_the_end:
-            for name, side in sides.items():
-                _batch(systems[name].url, [prompt(rng, TOKENS) for _ in range(batch)])
-                side.pause()
-                at_the_end.callback(side.wake)
-            for number in range(pairs):
-                progress(f"pair {number + 1} of {pairs}")
-                order = list(sides) if number % 2 else list(reversed(sides))
-                for name in order:
-                    sides[name].wake()
-                    # A moment to catch up with their clocks.
-                    time.sleep(SETTLE_S)
-                    before = systems[name].cpu_seconds()
-                    taken[name].append(_batch(systems[name].url, [prompt(rng, TOKENS) for _ in range(batch)]))
-                    worked[name].append(systems[name].cpu_seconds() - before)
-                    sides[name].pause()
-        loaded = on.loaded_tokens()
-    if loaded:
+    taken: dict[str, list[float]] = {OURS: [], NOTHING: []}
+    worked: dict[str, list[float]] = {OURS: [], NOTHING: []}
+    for name in systems:
+        _batch(systems[name].url, [prompt(rng, TOKENS) for _ in range(batch)])
+        sides[name].pause()
+    for number in range(pairs):
+        progress(f"pair {number + 1} of {pairs}")
+        order = list(sides) if number % 2 else list(reversed(sides))
+        for name in order:
+            sides[name].wake()
+            # A moment to catch up with their clocks.
+            time.sleep(SETTLE_S)
+            before = systems[name].cpu_seconds()
+            taken[name].append(_batch(systems[name].url, [prompt(rng, TOKENS) for _ in range(batch)]))
+            worked[name].append(systems[name].cpu_seconds() - before)
+            sides[name].pause()
+    sides[OURS].wake()
+    if loaded := systems[OURS].loaded_tokens():
         raise SystemExit(f"{loaded:.0f} tokens of prompts that nobody asked for before came from the tiers.")
+    sides[OURS].pause()
     ratio = round(statistics.median(a / b for a, b in zip(taken[NOTHING], taken[OURS], strict=True)), 4)
     rows = [
         {
@@ -109,46 +120,47 @@ def _batch(url: str, prompts: Sequence[list[int]]) -> float:
     return time.perf_counter() - started
 
 
-def _break_even(folder: Path, logs: Path, quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
-    model, rng = tiny_model_dir(), random.Random(4)
+def _break_even(system: System, token_bytes: int, quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
+    rng = random.Random(4)
     lengths = QUICK_LENGTHS if quick else LENGTHS
     each = QUICK_PROMPTS if quick else PROMPTS
     # What was asked for twice stays in host memory for long, so those from the disk are asked for once before.
-    in_memory, on_disk = ([prompt(rng, length) for length in lengths for _ in range(each)] for _ in range(2))
-    progress("starting a server that loads whatever it costs")
+    on_disk = [prompt(rng, length) for length in lengths for _ in range(each)]
     found: Seconds = {}
-    with running(OURS, model, SIZES, folder, logs, load_gate="always") as system:
-        ask = _Asker(system, kv_bytes_per_token(model, DTYPE), found)
-        for length in WARM_UP_LENGTHS:
-            ids = prompt(rng, length)
-            for _ in range(4):
-                time_to_first_token(system.url, ids)
-                system.settle()
-                system.forget()
-        progress("computed, for the disk")
-        for ids in on_disk:
-            ask(ids, COLD)
-            # First-time blocks are written where the drive has time for them.
+    ask = _Asker(system, token_bytes, found)
+    progress("how fast it loads is learned")
+    for length in WARM_UP_LENGTHS:
+        ids = prompt(rng, length)
+        for _ in range(4):
+            time_to_first_token(system.url, ids)
             system.settle()
-        for _ in range(3 * SIZES.memory // (2000 * ask.token_bytes)):
-            time_to_first_token(system.url, prompt(rng, 2000))
+            system.forget()
+    progress("computed, for the disk")
+    for ids in on_disk:
+        ask(ids, COLD)
+        # First-time blocks are written where the drive has time for them.
         system.settle()
-        system.forget()
-        progress("from the disk")
-        for ids in on_disk:
-            ask(ids, DISK)
-        progress("computed, for host memory")
+    for _ in range(3 * SIZES.memory // (2000 * token_bytes)):
+        time_to_first_token(system.url, prompt(rng, 2000))
+    system.settle()
+    system.forget()
+    progress("from the disk")
+    for ids in on_disk:
+        ask(ids, DISK)
+    progress("computed, and from host memory")
+    for length in lengths:
+        # Those of all lengths do not fit.
+        in_memory = [prompt(rng, length) for _ in range(each)]
         for ids in in_memory:
             ask(ids, COLD)
         system.settle()
         system.forget()
-        progress("from host memory")
         for ids in in_memory:
             ask(ids, MEMORY)
-        metrics = system.worker.metrics()
-        believed = {
-            kind: metrics.value("vllm_pd_offload_break_even_tokens", tier=tier) or None for kind, tier in _TIERS.items()
-        }
+    metrics = system.worker.metrics()
+    believed = {
+        kind: metrics.value("vllm_pd_offload_break_even_tokens", tier=tier) or None for kind, tier in _TIERS.items()
+    }
     return _rows(found), _targets(found, believed)
 
 
@@ -160,7 +172,7 @@ class _Asker:
 
     def __init__(self, system: System, token_bytes: int, found: Seconds) -> None:
         self._system = system
-        self.token_bytes = token_bytes
+        self._token_bytes = token_bytes
         self._found = found
 
     def __call__(self, ids: list[int], kind: str) -> None:
@@ -170,7 +182,7 @@ class _Asker:
         # The last block is always computed, and of a short prompt that is much.
         loadable = (len(ids) - 1) // SIZES.block_tokens * SIZES.block_tokens
         share = (system.loaded_tokens() - loaded) / loadable
-        from_disk = (system.disk_bytes()[0] - read) / (loadable * self.token_bytes)
+        from_disk = (system.disk_bytes()[0] - read) / (loadable * self._token_bytes)
         if came_from(share, from_disk) == kind:
             self._found.setdefault((len(ids), kind), []).append(seconds)
 

@@ -212,6 +212,33 @@ class TestNixlFallsBack:
         io.close()
 
 
+@needs_nixl
+@pytest.mark.parametrize(("length", "through_nixl"), [(UNIT, True), (nixl_io.LONG_BYTES, False)])
+def test_nixl_gets_many_small_requests_and_threads_get_long_ones(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, length: int, through_nixl: bool
+) -> None:
+    """Also those that neighbours make together."""
+    io, count, each = NixlIO(), 4, length // UNIT
+    file = io.open(disk / "a", create_bytes=2 * count * length)
+    taken: list[str] = []
+    for operation, plain in (("READ", "read"), ("WRITE", "write")):
+        own = getattr(io._plain, plain)
+        monkeypatch.setattr(io._plain, plain, lambda pieces, own=own, op=operation: taken.append(op) or own(pieces))
+    memory = Memory(count * each)
+    data = os.urandom(len(memory.view))
+    memory.view[:] = data
+    # Gaps between the requests, none between the pieces of each.
+    places = [(2 * request * each + unit, request * each + unit) for request in range(count) for unit in range(each)]
+    pieces = [memory.piece(file, place, at) for place, at in places]
+    assert failed(io.write(pieces)) == [None] * len(pieces)
+    memory.view[:] = bytes(len(data))
+    assert failed(io.read(pieces)) == [None] * len(pieces)
+    assert memory.view == data
+    assert taken == ([] if through_nixl else ["WRITE", "READ"])
+    file.close()
+    io.close()
+
+
 class TestTransfer:
     """The loop over a system call that moves less than was asked for."""
 
