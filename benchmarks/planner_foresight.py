@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 from vllm_pd.planner.capacity import Demand
 from vllm_pd.planner.config import PlannerConfig
-from vllm_pd.planner.forecast import Forecast, Foresee
-from vllm_pd.planner.memory import Buckets, Memory, Sample
+from vllm_pd.planner.forecast import Forecast
+from vllm_pd.planner.memory import Memory, Sample
 from vllm_pd.planner.model import Plan, PoolView
 from vllm_pd.planner.plan import step
+from vllm_pd.planner.sla_rule import Foresee
 from vllm_pd.sim.planned import PlannedCluster
 from vllm_pd.sim.planned_config import PlannedConfig
 from vllm_pd.sim.trace import TraceRequest
@@ -49,14 +50,7 @@ def _seen(config: PlannedConfig, trace: Sequence[TraceRequest]) -> Foresee:
 
     PlannedCluster(config, watched).simulate_planned(trace)
 
-    def foresee(
-        history: Sequence[Sample],
-        ahead_s: Sequence[float],
-        answer_tokens: float = 0.0,
-        answer_s: float = 0.0,
-        ages: Sequence[Buckets] = (),
-        at_s: float = 0.0,
-    ) -> list[Forecast]:
+    def foresee(ahead_s: Sequence[float], memory: Memory, at_s: float) -> list[Forecast]:
         return [_then(samples, bisect_left(ends, at_s + ahead)) for ahead in ahead_s]
 
     return foresee

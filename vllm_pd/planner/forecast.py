@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from vllm_pd.planner.capacity import IRREGULAR, Demand
 from vllm_pd.planner.memory import Buckets, Sample
@@ -67,21 +66,6 @@ class Forecast:
     @property
     def spreads(self) -> tuple[float, float]:
         return self.prefill_spread, self.decode_spread
-
-
-class Foresee(Protocol):
-    """`forecasts`, or what a comparison puts in its place."""
-
-    def __call__(
-        self,
-        history: Sequence[Sample],
-        ahead_s: Sequence[float],
-        answer_tokens: float = 0.0,
-        answer_s: float = 0.0,
-        ages: Sequence[Buckets] = (),
-        at_s: float = 0.0,
-    ) -> list[Forecast]:
-        """The demand in so many seconds, for each."""
 
 
 def forecasts(

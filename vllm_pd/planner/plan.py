@@ -8,19 +8,18 @@ from dataclasses import replace
 from vllm_pd.planner.changes import moves, remember
 from vllm_pd.planner.config import PlannerConfig, Rule
 from vllm_pd.planner.dynamo_rule import by_load
-from vllm_pd.planner.forecast import Foresee, forecasts
 from vllm_pd.planner.learn import learn
 from vllm_pd.planner.memory import Memory
 from vllm_pd.planner.model import Action, Plan, PoolView
 from vllm_pd.planner.sight import Sight, look
-from vllm_pd.planner.sla_rule import by_targets
+from vllm_pd.planner.sla_rule import Foresee, by_targets, expected
 from vllm_pd.state.base import Role
 
 _ENOUGH_SAMPLES = 3
 """Spans of time of which a planner must know what arrived before it judges: one may be anything."""
 
 
-def step(view: PoolView, memory: Memory, config: PlannerConfig, foresee: Foresee = forecasts) -> tuple[Plan, Memory]:
+def step(view: PoolView, memory: Memory, config: PlannerConfig, foresee: Foresee = expected) -> tuple[Plan, Memory]:
     """Decide what to change now. The caller carries it out and keeps the memory for the next step."""
     sight = look(view, memory, config)
     memory = learn(view, sight, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from vllm_pd.planner import explain
@@ -12,7 +12,7 @@ from vllm_pd.planner.changes import moves, removals, rest_left, rested, starts
 from vllm_pd.planner.config import PlannerConfig
 from vllm_pd.planner.correct import corrected, reserved
 from vllm_pd.planner.decision import Decision
-from vllm_pd.planner.forecast import Forecast, Foresee, forecasts
+from vllm_pd.planner.forecast import Forecast, forecasts
 from vllm_pd.planner.learn import answer_s, speed, start_s
 from vllm_pd.planner.memory import Memory, NeedSample
 from vllm_pd.planner.model import Action, AddAction, Mode, PoolView
@@ -35,7 +35,16 @@ _WARY = 1.5
 and chance alone would take some away and start them again."""
 
 
-def by_targets(view: PoolView, sight: Sight, config: PlannerConfig, foresee: Foresee = forecasts) -> Decision:
+Foresee = Callable[[Sequence[float], Memory, float], list[Forecast]]
+"""The demand in so many seconds, for each, from what is remembered at a time."""
+
+
+def expected(ahead_s: Sequence[float], memory: Memory, at_s: float) -> list[Forecast]:
+    """By what came so far."""
+    return forecasts(memory.history, ahead_s, memory.answer, answer_s(memory), memory.ages, at_s)
+
+
+def by_targets(view: PoolView, sight: Sight, config: PlannerConfig, foresee: Foresee = expected) -> Decision:
     """Decide what to change now."""
     memory = sight.memory
     present = Split(len(sight.prefill), len(sight.decode))
@@ -46,12 +55,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig, foresee: For
     most = max(config.max_workers, sight.total, 2)
     # Unknown is not nothing: what can be said without the queue is how many are needed at least.
     waiting = float(view.queue.tokens) if view.queue is not None else 0.0
-
-    def expected(*ahead_s: float) -> list[Forecast]:
-        answers = memory.answer, answer_s(memory)
-        return foresee(memory.history, ahead_s, *answers, memory.ages, view.at_s)
-
-    near, far = expected(soon_s, late_s)
+    near, far = foresee((soon_s, late_s), memory, view.at_s)
     soon = outlook(near.demand, near.spreads, pace, config, most, waiting)
     reasons = [*explain.seen(view, config), *explain.able(pace, soon, config)]
     reasons.append(explain.ahead(near, soon_s))
@@ -84,7 +88,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig, foresee: For
         kept = max(_least(wary, config).total, _least(soon, config).total)
         if far.returns:
             # Between the moments at which what is done now has an effect, and for as long after them as it must pay.
-            others = expected((soon_s + late_s) / 2, late_s + config.payback_s)
+            others = foresee(((soon_s + late_s) / 2, late_s + config.payback_s), memory, view.at_s)
             if all(other.returns for other in others):
                 # What is usual says when they are needed again, so that need not be waited for.
                 rest_s = _SURE * config.interval_s

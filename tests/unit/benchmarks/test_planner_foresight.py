@@ -10,6 +10,7 @@ import pytest
 from benchmarks.planner import Cell
 from benchmarks.planner_foresight import _seen, knowing
 from benchmarks.planner_workloads import STEP
+from vllm_pd.planner.memory import Memory
 from vllm_pd.planner.model import AddAction, Mode
 
 SHORT = replace(STEP, seconds=1800.0)
@@ -19,10 +20,10 @@ FIXED = Cell(SHORT, "enough", mode=Mode.FIXED).config()
 
 def test_it_is_what_came_where_there_were_enough_workers() -> None:
     foresee = _seen(FIXED, SHORT.requests(Path()))
-    before, after = (foresee((), (300.0,), at_s=at)[0].demand for at in (600.0, 1100.0))
+    before, after = (foresee((300.0,), Memory(), at)[0].demand for at in (600.0, 1100.0))
     assert before.arrivals == pytest.approx(1.95, rel=0.25) and after.arrivals == pytest.approx(2.0, rel=0.25)
     assert before.prompt_tokens < 10_000 < 15_000 < after.prompt_tokens
-    assert foresee((), (300.0,), at_s=9_000.0)[0].demand.arrivals == 0.0
+    assert foresee((300.0,), Memory(), 9_000.0)[0].demand.arrivals == 0.0
 
 
 def test_who_knows_starts_workers_before_they_are_needed() -> None:
