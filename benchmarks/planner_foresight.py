@@ -20,8 +20,6 @@ _BEFORE, _AFTER = 2, 4
 """Samples around a moment whose mean is taken for what comes then: chance is not foreseen, what it varies about is."""
 _SPREAD = 0.05
 
-Step = Callable[[PoolView, Memory], tuple[Plan, Memory]]
-
 
 def knowing(config: PlannedConfig, enough: PlannedConfig, trace: Sequence[TraceRequest]) -> PlannedCluster:
     """A cluster of `config` whose planner knows what will come: as it was seen where there were `enough` workers."""
