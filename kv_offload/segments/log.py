@@ -41,6 +41,9 @@ from vllm_pd.kv_offload.segments.outcome import Reason
 
 _BUDGET_LOCK_S = 1.0
 _EVICTIONS_FOR_A_BATCH = 8
+_READS_S = 1.0
+"""How long a batch waits for loads to be through with segments: far longer than they take on a disk that is well."""
+_READS_POLL_S = 0.005
 
 
 class NoRoom(Exception):
@@ -292,8 +295,13 @@ class SegmentLog:
                 self._finish(log)
             except OSError as e:
                 self._complaints.say("footer", f"{log.segment.path} could not be finished ({e}).")
-        for _ in range(_EVICTIONS_FOR_A_BATCH if may_evict else 0):
-            if self._has_room() or not self.make_room(keep=False):
+        evictions, deadline = _EVICTIONS_FOR_A_BATCH if may_evict else 0, time.monotonic() + _READS_S
+        while evictions and not self._has_room():
+            if self.make_room(keep=False):
+                evictions -= 1
+            elif any(segment.pins for segment in self._index.segments()) and time.monotonic() < deadline:
+                time.sleep(_READS_POLL_S)
+            else:
                 break
         self._open = self._begin()
         return self._open

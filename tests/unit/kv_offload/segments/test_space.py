@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -331,3 +332,18 @@ def on_small_disk(tmp_path: Path, code: str, size: str) -> subprocess.CompletedP
     done = subprocess.run([*command, run], env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def test_a_batch_waits_for_segments_that_loads_are_reading_and_is_not_lost(tmp_path: Path) -> None:
+    with Rig(config(tmp_path)) as rig:
+        rig.store_blocks(range(600))
+        has = rig.stored(range(600))
+        read = rig.disk.hang("read", times=None)
+        # More than the readers take at once, so that all segments are waited for.
+        load, _ = rig.begin_get(has)
+        assert read.entered.wait(LIMIT_S)
+        threading.Timer(0.5, read.release).start()
+        rig.store_blocks(range(1000, 1200), portion=200)
+        stats = rig.store.stats()
+        assert stats.puts_lost == {} and stats.writes_off is None
+        assert len(rig.wait(load).ok) == len(has)
