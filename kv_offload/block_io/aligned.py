@@ -44,6 +44,10 @@ class AlignedMemory:
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
+    def touch(self) -> None:
+        """Have all its pages now, before the first use and not in it: zeroes it, without Python's lock."""
+        ctypes.memset(self.address, 0, len(self.view))
+
 
 class Buffer:
     """One buffer of a `StagingPool`; `view` has exactly the pool's `buffer_bytes`."""

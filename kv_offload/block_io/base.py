@@ -97,6 +97,10 @@ class BlockIO(Protocol):
     name: str
     """Which backend this is, for logs and metrics: "nixl-posix", "threads"."""
 
+    pread: int
+    """Address of pread(2) or of a function like it: with it machine code may read files itself (`OpenFile.acquire`)
+    where every request is long. What it cannot read is read again by `read`, which says why. 0 where it must not."""
+
     def open(self, path: Path, *, create_bytes: int | None = None) -> OpenFile:
         """Open a file for reading and writing.
 

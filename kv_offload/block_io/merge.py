@@ -11,6 +11,11 @@ from dataclasses import dataclass
 
 from vllm_pd.kv_offload.block_io.base import OpenFile, Piece
 
+LONG_BYTES = 512 << 10
+"""From so many bytes on, on average, each request is worth a system call of its own. On a virtual NVMe disk the store
+read blocks that lay alone at 1.5 (NIXL) and 1.0 GB/s (threads) with 64 KiB, 2.3 and 2.1 with 256 KiB, 2.0 and 2.3 with
+512 KiB, and neighbours, 1 MiB together or more, at 1.9 and 2.3; with the bare disk at 2.5 to 3.0."""
+
 
 @dataclass(slots=True)
 class Request:

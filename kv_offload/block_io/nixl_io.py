@@ -23,17 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_pd.kv_offload.block_io.base import OpenFile, Piece
-from vllm_pd.kv_offload.block_io.merge import merge
+from vllm_pd.kv_offload.block_io.merge import LONG_BYTES, merge
 from vllm_pd.kv_offload.block_io.nixl_agent import QUEUE, NixlAgent, Operation
 from vllm_pd.kv_offload.block_io.thread_io import ThreadIO
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 REQUEST_BYTES = 1 << 20
-LONG_BYTES = 512 << 10
-"""From so many bytes on, on average, requests go through threads. On a virtual NVMe disk the store read blocks that lay
-alone at 1.5 (NIXL) and 1.0 GB/s (threads) with 64 KiB, 2.3 and 2.1 with 256 KiB, 2.0 and 2.3 with 512 KiB, and
-neighbours, 1 MiB together or more, at 1.9 and 2.3; with the bare disk at 2.5 to 3.0."""
 
 
 class NixlIO:
@@ -44,6 +40,7 @@ class NixlIO:
     """
 
     name = "nixl-posix"
+    pread = ThreadIO.pread
 
     def __init__(self) -> None:
         self._idle = [NixlAgent()]

@@ -42,6 +42,7 @@ class ThreadIO:
     """
 
     name = "threads"
+    pread = ctypes.cast(ctypes.CDLL(None).pread, ctypes.c_void_p).value or 0
 
     def __init__(self, threads: int = THREADS) -> None:
         self._wanted = threads

@@ -45,8 +45,7 @@ class Batch:
         self.checksums: array[int] = array("Q")
         self.heat: bytes | None = None
         self._view = view
-        self._words = np.frombuffer(view, np.uint64)
-        self._address = self._words.ctypes.data
+        self._address: int = np.frombuffer(view, np.uint8).ctypes.data
         self._first = batch_header_bytes(most, most * MAX_KEY_BYTES)
         self._release = release
 
@@ -79,9 +78,8 @@ class Batch:
             size: bytes of each; the rest of the stride stays as it is: zero, in memory that is only used for this.
         """
         sums = checksum.copy_and_sum(
-            self._words,
-            (self._first + len(self.keys) * self.stride) // 8,
-            self.stride // 8,
+            self.block_address(len(self.keys)),
+            self.stride,
             np.array(sources, np.uint64),
             size,
             checksum.seeds(namespace, keys),
@@ -97,7 +95,7 @@ class Batch:
         Returns:
             Indices of those that are.
         """
-        found = checksum.sums(self._words, self._first // 8, self.stride // 8, checksum.seeds(namespace, keys)).tolist()
+        found = checksum.sums(self.block_address(0), self.stride, checksum.seeds(namespace, keys)).tolist()
         good = [i for i in range(len(keys)) if whole[i] and found[i] == checksums[i]]
         for to, i in enumerate(good):
             if to != i:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from vllm_pd.kv_offload.segments.gate import Gate
 from vllm_pd.kv_offload.segments.index import Group, Index, Located, Place
 from vllm_pd.kv_offload.segments.outcome import Finished, Reason
 from vllm_pd.kv_offload.segments.rows import Rows
 
 TURN_S = 0.05
 """How long a reader waits for its turn."""
+
+COPY_S = 1e-4
+"""About what a block's copy takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +56,8 @@ class Part:
 class Load:
     """Blocks asked for by one ticket.
 
-    `lock` is held while targets are written to, and to end the load: what holds it decides whether a block is delivered
-    or late. After the end no target is touched, and none is referred to.
+    `lock` is held to deliver blocks and to end the load: what holds it decides whether a block is delivered or late.
+    Targets are written to inside `gate`. After the end no target is touched, and none is referred to.
 
     Args:
         located: where each key is.
@@ -79,6 +84,7 @@ class Load:
         self.started = started
         self.began: float | None = None
         self.lock = threading.Lock()
+        self.gate = Gate()
         self.ended = False
         self.failed = {keys[position]: Reason.ABSENT for position in located.absent}
         self.delivered: set[int] = set()
@@ -98,6 +104,15 @@ class Load:
         for position in positions:
             if position not in self.delivered:
                 self.failed.setdefault(self.keys[position], reason)
+
+    def end(self, reason: Reason) -> bool:
+        """End it with what is not delivered failed; False, and to be asked again, while a target is being written to, a
+        matter of one block's copy. With the lock held, of a load that is not ended."""
+        if not self.gate.close():
+            return False
+        self.ended = True
+        self.fail(range(len(self.keys)), reason)
+        return True
 
     def let_go(self) -> None:
         """Of the targets' memory."""
@@ -235,11 +250,12 @@ class LoadQueue:
             try:
                 if load.ended:
                     continue
-                load.ended = True
-                load.fail(range(len(load.keys)), reason)
+                while not (ended := load.end(reason)) and blocking:
+                    time.sleep(COPY_S)
             finally:
                 load.lock.release()
-            self._finish(load)
+            if ended:
+                self._finish(load)
 
     def _finish(self, load: Load) -> None:
         load.let_go()

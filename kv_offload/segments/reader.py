@@ -1,5 +1,8 @@
 """The threads that load: read into their own memory, compare checksums, copy to the targets, all in few calls each.
 
+Where blocks are neighbours, as those of one prompt are, one call does all three (`_stream`). Many small requests are
+read by `BlockIO` first, which has them in flight at once.
+
 A thread that hangs in a read keeps its own memory and nothing else: its load ends by the deadline, and when the read
 comes back it finds the load ended and throws the bytes away.
 """
@@ -9,18 +12,19 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import compress
 
 import numpy as np
 
 from vllm_pd.kv_offload.block_io.aligned import AlignedMemory
 from vllm_pd.kv_offload.block_io.base import BlockIO, OpenFile, Piece
-from vllm_pd.kv_offload.segments import checksum
+from vllm_pd.kv_offload.block_io.merge import LONG_BYTES
+from vllm_pd.kv_offload.segments.block_pass import Runs
 from vllm_pd.kv_offload.segments.config import StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
+from vllm_pd.kv_offload.segments.delivery import Delivery
 from vllm_pd.kv_offload.segments.files import OpenFiles
 from vllm_pd.kv_offload.segments.format import ALIGN
 from vllm_pd.kv_offload.segments.index import Group, Index, Segment
@@ -33,9 +37,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 PART_BYTES = 4 << 20
 """Of a load, for one reader: a long load is read by several, each of which checks one part while others read."""
 
-REQUEST_BYTES = 1 << 20
-"""Neighbours are read at once up to this: few enough requests for us, and enough of them for a disk."""
+REQUEST_BYTES = 2 << 20
+"""Neighbours are read at once up to this: a disk needs no more, and it is still in the cache when it is copied."""
 
+_NO_FILE = -2
+"""In place of a descriptor: what cannot be opened, which is not read."""
 _NOT_OPEN = OSError(errno.EIO, "its segment could not be opened")
 _GONE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 """Errors of opening a segment that all its blocks share."""
@@ -106,6 +112,7 @@ class Readers:
 
     def _run(self) -> None:
         memory = AlignedMemory(self._most * self._config.stride)
+        memory.touch()
         while parts := self.queue.take(self._most):
             try:
                 self._read([part for part in parts if not part.load.ended], memory)
@@ -121,17 +128,46 @@ class Readers:
             del parts, part
 
     def _read(self, parts: list[Part], memory: AlignedMemory) -> None:
-        """Parts of loads that are not ended, in one go: their blocks lie in `memory` in this order."""
-        try:
+        """Parts of loads that are not ended, in one go."""
+        stride = self._config.stride
+        delivery = Delivery(parts, self._config.namespace, stride, self._config.block_bytes)
+        with ExitStack() as turn:
+            turn.callback(self.queue.read_over)
             groups = [group for part in parts for group in part.groups]
             with ExitStack() as leases:
                 files = self._open(leases, {segment for segment, _ in groups})
-                errors = self._read_runs(_runs(groups, self._config.stride), files, memory)
-        finally:
-            self.queue.read_over()
+                left = _runs(groups, stride)
+                if self._io.pread and len(delivery) * stride >= LONG_BYTES * len(left):
+                    turn.close()
+                    left = self._stream(left, files, delivery, memory)
+                errors = self._read_runs(left, files, memory)
         if error := next((error for error in errors.values() if error is not _NOT_OPEN), None):
             self._complaints.say("read", f"blocks cannot be read ({error}); they are computed again.")
-        self._hand_over(parts, memory, errors)
+        if left:
+            delivery.copy(memory.address, [slot for run in left for slot in run.slots if slot not in errors])
+        self._hand_over(delivery)
+
+    def _stream(
+        self, runs: list[_Run], files: dict[Segment, OpenFile], delivery: Delivery, memory: AlignedMemory
+    ) -> list[_Run]:
+        """Read and deliver all of it in one call, each run while it is in the processor's cache, and not once asking
+        for Python's lock, which the engine next door holds most of the time.
+
+        Returns:
+            Runs with a block that was not read: why is for `BlockIO.read` to say.
+        """
+        with ExitStack() as uses:
+            fds = {segment: fd for segment, file in files.items() if (fd := _in_use(uses, file)) is not None}
+            delivery.read_and_copy(
+                Runs(
+                    np.array([fds.get(run.segment, _NO_FILE) for run in runs], np.int32),
+                    np.array([run.offset for run in runs], np.int64),
+                    np.array([run.count for run in runs], np.int64),
+                ),
+                self._io.pread,
+                memory.address,
+            )
+        return [run for run in runs if delivery.unread(run.slots)]
 
     def _read_runs(self, runs: list[_Run], files: dict[Segment, OpenFile], memory: AlignedMemory) -> dict[int, OSError]:
         """Read blocks to their slots; those that could not be."""
@@ -153,16 +189,13 @@ class Readers:
                 errors.update((run.slot + at, error) for at, error in enumerate(each) if error is not None)
         return errors
 
-    def _hand_over(self, parts: list[Part], memory: AlignedMemory, errors: dict[int, OSError]) -> None:
+    def _hand_over(self, delivery: Delivery) -> None:
         """Deliver what was read; what was not, or is not what was stored, is no block any more."""
-        whole = self._deliver(parts, memory, errors)
-        for part, slots in _slots(parts):
-            bad = [slot for slot in slots if not whole[slot]]
-            if bad:
-                unread = [slot - slots.start for slot in bad if slot in errors]
-                corrupt = [slot - slots.start for slot in bad if slot not in errors and whole[slot] is not None]
-                self._drop(part, unread, Reason.READ_FAILED)
-                self._drop(part, corrupt, Reason.CORRUPT)
+        delivered, lost = delivery.end()
+        self._counters.add(read_blocks_total=delivered, read_bytes_total=delivered * self._config.block_bytes)
+        for part, reasons in lost.items():
+            for reason, numbers in reasons.items():
+                self._drop(part, numbers, reason)
 
     def _open(self, leases: ExitStack, segments: set[Segment]) -> dict[Segment, OpenFile]:
         """Files of the segments that can be opened."""
@@ -175,39 +208,6 @@ class Readers:
                 if e.errno in _GONE:
                     self._index.empty(segment)
         return files
-
-    def _deliver(self, parts: list[Part], memory: AlignedMemory, errors: dict[int, OSError]) -> list[bool | None]:
-        """Copy to their targets those blocks that were read and are what was stored; which those are. Of the blocks of
-        a load that ended meanwhile nothing is known.
-
-        All in one pass: what Python does for each call it does with cold caches, after many megabytes went through.
-        """
-        keys = [key for part in parts for key in part.keys]
-        sums = [
-            checksum
-            for part in parts
-            for segment, numbers in part.groups
-            for checksum in map(segment.entries.checksums.__getitem__, numbers)
-        ]
-        seeds, wanted = checksum.seeds(self._config.namespace, keys), np.array(sums, np.uint64)
-        words, stride, size = np.frombuffer(memory.view, np.uint64), self._config.stride // 8, self._config.block_bytes
-        targets = np.array([target for part in parts for target in part.targets], np.uint64)
-        targets[list(errors)] = 0
-        with ExitStack() as locks:
-            # Always in one order: two readers may have parts of the same two loads.
-            for load in sorted({part.load for part in parts}, key=id):
-                locks.enter_context(load.lock)
-            for part, slots in _slots(parts):
-                if part.load.ended:
-                    targets[slots.start : slots.stop] = 0
-            whole: list[bool | None] = checksum.check_and_copy(words, 0, stride, seeds, wanted, targets, size).tolist()
-            for part, slots in _slots(parts):
-                if part.load.ended:
-                    whole[slots.start : slots.stop] = [None] * len(part)
-                part.load.delivered.update(compress(part.positions, whole[slots.start : slots.stop]))
-        count = whole.count(True)
-        self._counters.add(read_blocks_total=count, read_bytes_total=count * size)
-        return whole
 
     def _drop(self, part: Part, bad: list[int], reason: Reason) -> None:
         """These of its blocks leave the index, and their keys fail."""
@@ -242,13 +242,19 @@ class _Run:
     slot: int
     count: int
 
+    @property
+    def slots(self) -> range:
+        return range(self.slot, self.slot + self.count)
 
-def _slots(parts: Iterable[Part]) -> Iterator[tuple[Part, range]]:
-    """Where in a reader's memory the blocks of each part are."""
-    first = 0
-    for part in parts:
-        yield part, range(first, first + len(part))
-        first += len(part)
+
+def _in_use(uses: ExitStack, file: OpenFile) -> int | None:
+    """Its descriptor, which stays valid until `uses` ends; None if it was closed."""
+    try:
+        fd = file.acquire()
+    except OSError:
+        return None
+    uses.callback(file.release)
+    return fd
 
 
 def _runs(groups: Iterable[Group], stride: int) -> list[_Run]:

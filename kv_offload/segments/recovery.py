@@ -106,7 +106,7 @@ def intact(read: Read, found: Found, first: int, portion: int) -> Iterator[tuple
             last += 1
         raw = read(entries.offsets[number] * ALIGN, (last - number) * stride)
         seeds = checksum.seeds(found.header.namespace, entries.keys[number:last])
-        sums = checksum.sums(np.frombuffer(raw, np.uint64), 0, stride // 8, seeds)
+        sums = checksum.sums(np.frombuffer(raw, np.uint8).ctypes.data, stride, seeds)
         yield from zip(range(number, last), (sums == np.array(entries.checksums[number:last])).tolist(), strict=True)
         number = last
 

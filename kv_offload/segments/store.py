@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from vllm_pd.kv_offload.block_io.base import BlockIO
-from vllm_pd.kv_offload.segments import checksum, folder
+from vllm_pd.kv_offload.segments import block_pass, folder
 from vllm_pd.kv_offload.segments.adopt import Adoption
 from vllm_pd.kv_offload.segments.config import StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
@@ -77,7 +77,7 @@ class SegmentStore:
             config, io, self._index, self._files, self._results, self._counters, self._complaints, clock
         )
         # Machine code for the threads' loops is made now: compiling in one of them would hold up the engine.
-        checksum.prepare()
+        block_pass.prepare()
 
     def start(self) -> None:
         """Start the threads. What earlier runs left is found by and by: see `take_changes`."""

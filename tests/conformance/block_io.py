@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -16,6 +17,8 @@ from vllm_pd.kv_offload.block_io.aligned import ALIGNMENT, AlignedMemory
 from vllm_pd.kv_offload.block_io.base import BlockIO, OpenFile, Piece
 
 UNIT = ALIGNMENT
+PREAD = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_ssize_t)
+"""ssize_t pread(int fd, void *memory, size_t length, off_t offset)"""
 FILE_BYTES = 256 * UNIT
 
 
@@ -294,6 +297,21 @@ class BlockIOConformance:
         assert not any(worker.is_alive() for worker in workers)
         assert not wrong
         file.close()
+
+    def test_machine_code_reads_the_same_by_the_function_it_is_given(self, io: BlockIO, folder: Path) -> None:
+        if not io.pread:
+            pytest.skip("everything goes through `read`")
+        file, data = written(io, folder / "a")
+        memory, pread = Memory(4), PREAD(io.pread)
+        fd = file.acquire()
+        try:
+            assert pread(fd, memory.address, 3 * UNIT, 5 * UNIT) == 3 * UNIT
+            assert memory.unit(0, 3) == data[5 * UNIT : 8 * UNIT]
+            assert pread(fd, memory.address, UNIT, FILE_BYTES) == 0
+            assert pread(-1, memory.address, UNIT, 0) == -1
+        finally:
+            file.release()
+            file.close()
 
     def test_after_close_nothing_is_moved(self, io: BlockIO, folder: Path) -> None:
         file, _ = written(io, folder / "a")

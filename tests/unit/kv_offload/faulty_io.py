@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tests.conformance.block_io import PREAD
+from vllm_pd.kv_offload.block_io.aligned import ALIGNMENT
 from vllm_pd.kv_offload.block_io.base import BlockIO, OpenFile, Piece
 
 Op = Literal["open", "read", "write", "sync"]
@@ -75,6 +77,8 @@ class FaultyIO:
     def __init__(self, inner: BlockIO) -> None:
         self.inner = inner
         self.name = f"faulty {inner.name}"
+        self._pread = PREAD(self._read_plainly)
+        self.pread: int = ctypes.cast(self._pread, ctypes.c_void_p).value or 0
         self.counts: dict[Op, int] = {"open": 0, "read": 0, "write": 0, "sync": 0}
         self.crashed = False
         self._lock = threading.Lock()
@@ -151,6 +155,25 @@ class FaultyIO:
                 _write_bytes(pieces[index], allowed)
                 results[index] = OSError(errno.EIO, "crashed", str(pieces[index].file.path))
         return results
+
+    def _read_plainly(self, fd: int, address: int, length: int, offset: int) -> int:
+        """As pread(2) for machine code; a read is one operation here, however many blocks it is."""
+        try:
+            met = self._before("read")
+        except OSError:
+            return -1
+        memory = (ctypes.c_ubyte * length).from_address(address)
+        if any(fault.kind == "short" for fault in met):
+            os.preadv(fd, [memoryview(memory)[: length // 2 // ALIGNMENT * ALIGNMENT]], offset)
+            return 0
+        try:
+            moved = os.preadv(fd, [memory], offset)
+        except OSError:
+            return -1
+        for fault in met:
+            if fault.kind == "flip" and fault.byte < moved:
+                memory[fault.byte] ^= 1
+        return moved
 
     def _lay(self, fault: Fault) -> Fault:
         with self._lock:

@@ -11,6 +11,8 @@ from tests.unit.kv_offload.segments.rig import BLOCK, LIMIT_S, Rig, config, cont
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.segments import Reason
 
+pytestmark = pytest.mark.usefixtures("way")
+
 
 def test_a_load_ends_by_its_deadline_and_its_targets_are_not_touched_afterwards(tmp_path: Path) -> None:
     with Rig(config(tmp_path)) as rig:

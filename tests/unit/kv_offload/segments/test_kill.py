@@ -16,11 +16,11 @@ SCRIPT = f"""
     from pathlib import Path
     from tests.unit.kv_offload.segments.rig import LIMIT_S, Rig, config, key
     from vllm_pd.kv_offload import byte_copy
-    from vllm_pd.kv_offload.segments import checksum
+    from vllm_pd.kv_offload.segments import block_pass
 
     rng = random.Random(5)
     # Compiled once, before any thread, for all the processes that are forked from this one.
-    checksum.prepare(), byte_copy.compiled()
+    block_pass.prepare(), byte_copy.compiled()
 
     def settings(round: int):
         # Room for all, so that whatever is missing was lost; several unfinished segments in one folder.

@@ -11,6 +11,8 @@ import pytest
 from tests.unit.kv_offload.segments.rig import LIMIT_S, Rig, config, content, key, used
 from vllm_pd.kv_offload.segments import Finished
 
+pytestmark = pytest.mark.usefixtures("way")
+
 
 @pytest.mark.parametrize("faults", [False, True], ids=["sound", "failing"])
 def test_whatever_happens_at_once_only_right_bytes_are_delivered_and_every_ticket_ends_once(
