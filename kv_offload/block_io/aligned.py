@@ -87,6 +87,10 @@ class StagingPool:
             self._free.append(Buffer(self, self._memory.address + start, view))
         self._changed = threading.Condition()
 
+    def touch(self) -> None:
+        """As `AlignedMemory.touch`: before the first `take`."""
+        self._memory.touch()
+
     def take(self, timeout_s: float) -> Buffer | None:
         """A buffer with any contents, or None if none came free in time. 0 does not wait."""
         with self._changed:

@@ -89,8 +89,7 @@ class Adoption:
             if header.block_bytes != self._config.block_bytes:
                 raise FormatError(f"has blocks of {header.block_bytes} bytes")
             if not found.sealed:
-                tail = self._config.sync_bytes + 2 * self._config.batch_bytes
-                found = recovery.without_torn(self._reader(handle), found, tail, _PORTION_BYTES)
+                found = recovery.without_torn(self._reader(handle), found, _PORTION_BYTES)
             if not found.entries.keys:
                 raise NothingWritten("holds no whole block")
             segment = self._index.open_segment(header.identity, file.path, file.size)

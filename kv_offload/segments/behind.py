@@ -7,42 +7,37 @@ from collections.abc import Callable
 
 
 class Behind:
-    """For one user thread. A job that hangs holds up the next one, and nobody else; its thread dies with the process.
-
-    Attributes:
-        at_work: bytes whose job is not known to be over: a power cut may lose them.
-    """
+    """For one user thread. A job that hangs holds up the next one and `wait`; its thread dies with the process."""
 
     def __init__(self) -> None:
-        self.at_work = 0
         self._thread: threading.Thread | None = None
+        self._size = 0
         self._error: OSError | None = None
 
+    @property
+    def at_work(self) -> int:
+        """Bytes whose job is not over: a power cut may lose them. For any thread."""
+        thread = self._thread
+        return self._size if thread is not None and thread.is_alive() else 0
+
     def begin(self, job: Callable[[], None], size: int) -> None:
-        """Start a job for `size` bytes, once the one before is over. What it raises is for `settle`."""
+        """Start a job for `size` bytes, once the one before is over. An `OSError` that it raises is for `wait`."""
         self._join()
-        self.at_work = size
-        self._thread = threading.Thread(target=self._run, args=(job,), name="vllm_pd_ssd_sync", daemon=True)
-        self._thread.start()
+        self._size = size
+        thread = threading.Thread(target=self._run, args=(job,), name="vllm_pd_ssd_seal", daemon=True)
+        thread.start()
+        self._thread = thread
 
-    def settle(self, *, wait: bool) -> None:
-        """
-        Args:
-            wait: for the job that is under way.
-
-        Raises:
-            OSError: a job failed with it; told once.
-        """
-        if wait or (self._thread is not None and not self._thread.is_alive()):
-            self._join()
+    def wait(self) -> OSError | None:
+        """Until the job that is under way is over. Returns the last error that was not told yet."""
+        self._join()
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        return error
 
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-            self._thread, self.at_work = None, 0
+            self._thread = None
 
     def _run(self, job: Callable[[], None]) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.segments import folder, recovery
-from vllm_pd.kv_offload.segments.config import BATCH_BYTES, MIB, SYNC_BYTES
+from vllm_pd.kv_offload.segments.config import MIB
 from vllm_pd.kv_offload.segments.folder import SegmentFile
 from vllm_pd.kv_offload.segments.format import FormatError
 from vllm_pd.kv_offload.segments.lock import FolderLock, holder
@@ -71,8 +71,8 @@ class VerifyResult:
         good: blocks whose checksum is right.
         corrupt: blocks whose checksum is wrong: a server would find them missing.
         unreadable: blocks that could not be read.
-        unfinished: blocks near the end of a segment without footer that are not whole: a server is writing them, or
-            died while it did. Says nothing bad.
+        unfinished: blocks of a segment without footer that are not whole: a server is writing them, or died while it
+            did. Says nothing bad.
         vanished: segments that a server evicted meanwhile.
         problems: one sentence per file that cannot be used or has bad blocks.
     """
@@ -246,23 +246,20 @@ class _Contents:
 
 def _contents(read: recovery.Read, size: int) -> _Contents:
     found = recovery.read_segment(read, size)
-    wrong, seen, problems = list[int](), 0, list[str]()
+    wrong, seen, problems = 0, 0, list[str]()
     try:
-        for number, whole in recovery.intact(read, found, 0, _PORTION_BYTES):
+        for _, whole in recovery.intact(read, found, _PORTION_BYTES):
             seen += 1
-            if not whole:
-                wrong.append(number)
+            wrong += not whole
     except OSError as e:
         if e.errno == errno.ENODATA:
             raise
         problems.append(f"cannot be read ({e.strerror})")
     # What a server is writing just now, or was writing when it died, need not be whole: the next start looks.
-    tail = recovery.tail_start(found, SYNC_BYTES + BATCH_BYTES)
-    unfinished = 0 if found.sealed else sum(number >= tail for number in wrong)
-    corrupt = len(wrong) - unfinished
+    corrupt, unfinished = (wrong, 0) if found.sealed else (0, wrong)
     if corrupt:
         problems.append(f"has {corrupt} blocks that are not what was stored")
-    return _Contents(seen - len(wrong), corrupt, len(found.entries.keys) - seen, unfinished, tuple(problems))
+    return _Contents(seen - wrong, corrupt, len(found.entries.keys) - seen, unfinished, tuple(problems))
 
 
 def _look(file: SegmentFile, what: Callable[[recovery.Read, int], _Seen]) -> _Seen | None:

@@ -21,7 +21,6 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 BATCH_BYTES = 16 * MIB
-SYNC_BYTES = 128 * MIB
 
 _SEGMENTS_IN_BUDGET = 8
 """One of them is kept free to write to while another is being emptied, so fewer would waste much of a small budget."""
@@ -38,14 +37,13 @@ class StoreConfig:
         block_bytes: size of a block; one size for the whole store.
         budget_bytes: what all segments under `root` may take.
         floor_bytes: free space that is kept on the file system.
-        max_segment_bytes: of a segment file; smaller where the budget is small (see `segment_bytes`).
+        max_segment_bytes: of a segment file; smaller where the budget is small (see `segment_bytes`). The device is
+            told to empty its cache when a segment is full, beside the next one, and whenever there is nothing to write:
+            a power cut loses at most two segments, a crash of the process only what is being written.
         batch_bytes: payload that is written at once: at least one block, and never most of a segment.
         staging_bytes: memory in which blocks wait for the disk, taken at start.
         backlog_bytes: blocks that may wait for staging memory. What is put beyond it is refused: the disk is slower.
         put_wait_s: the longest that a block waits for staging memory, and its memory in the tier above is held.
-        sync_bytes: written data is flushed to the device after half of this, while the next half is written, and
-            whenever there is nothing to write. A power cut loses at most this and two batches; a crash of the process
-            only what is being written.
         readers: threads that load; each has a buffer of `read_bytes`.
         read_bytes: what one reader reads at once; a longer load is shared by several readers.
         rewrite_share: of an evicted segment's bytes, how much is kept by writing it again if it was used. Bounds write
@@ -65,7 +63,6 @@ class StoreConfig:
     staging_bytes: int = 64 * MIB
     backlog_bytes: int = GIB
     put_wait_s: float = 2.0
-    sync_bytes: int = SYNC_BYTES
     readers: int = 4
     read_bytes: int = 16 * MIB
     rewrite_share: float = 0.25

@@ -2,9 +2,11 @@
 
 Orders that make any moment a good one to die:
 
-    segment   reserved, header written and synced, its name synced; then batches
-    batch     header and blocks in one write; its blocks enter the index when it has returned
-    footer    what is before it is synced; it is written and synced; then the file is cut to end with it
+    segment   reserved, header written; then batches
+    batch     header and blocks in one write, with the next one beside it; its blocks enter the index when it and those
+              before it have returned
+    sync      of the file, then of its name; when there is nothing to write, and before the footer
+    footer    written and synced; then the file is cut to end with it
               (beside the batches of the next segment: a power cut may find two segments without one)
     eviction  used blocks are written elsewhere and synced; the others leave the index; then the file is removed
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ from vllm_pd.kv_offload.segments.behind import Behind
 from vllm_pd.kv_offload.segments.config import GIB, StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
 from vllm_pd.kv_offload.segments.files import OpenFiles
+from vllm_pd.kv_offload.segments.flight import IN_FLIGHT, Ended, Flight
 from vllm_pd.kv_offload.segments.format import (
     ALIGN,
     Identity,
@@ -56,16 +60,20 @@ class _Open:
 
     Attributes:
         file: open for writing; loads have their own.
-        end: where the next batch goes.
+        end: of the blocks that are in the index.
+        next: where the next batch goes, behind those that are in flight.
         sequence: number of the next batch.
-        key_bytes: of all its keys.
-        unsynced: bytes written since the last sync was begun.
+        blocks: in the index and in flight.
+        key_bytes: of all their keys.
+        unsynced: bytes written since the last sync.
     """
 
     segment: Segment
     file: OpenFile
     end: int = ALIGN
+    next: int = ALIGN
     sequence: int = 0
+    blocks: int = 0
     key_bytes: int = 0
     unsynced: int = 0
 
@@ -79,6 +87,9 @@ class SegmentLog:
         files: open files that loads use.
         first_id: of the next segment; above all there are.
         free_bytes: of a file system; replaced by tests.
+
+    Attributes:
+        over: called, in a thread of its own, when a batch that was begun is over, so that `land_those_over` has one.
     """
 
     def __init__(
@@ -102,6 +113,10 @@ class SegmentLog:
         self._free_bytes = free_bytes
         self._limits = reclaim.Limits(config.budget_bytes, config.floor_bytes)
         self._open: _Open | None = None
+        self._flights: deque[tuple[_Open, Flight]] = deque()
+        """All of one segment: the next is begun with nothing in flight."""
+        self._flying = 0
+        self.over: Callable[[], None] = lambda: None
         self.took_room = False
         """A segment was begun, and room for the next one was not looked for since."""
         self._undeleted: list[Path] = []
@@ -111,61 +126,94 @@ class SegmentLog:
 
     @property
     def unsynced(self) -> int:
-        """Bytes that a power cut would lose."""
-        return self._behind.at_work + (self._open.unsynced if self._open else 0)
+        """Bytes that a power cut would lose. For any thread."""
+        log = self._open
+        return self._flying + (log.unsynced if log else 0) + self._behind.at_work
 
-    def append(self, batch: Batch, *, may_evict: bool = True) -> None:
-        """Write a batch; its blocks are in the index afterwards.
+    @property
+    def in_flight(self) -> int:
+        """Batches that were begun and whose end was not told."""
+        return len(self._flights)
+
+    def begin(self, batch: Batch, ended: Ended, *, may_evict: bool = True) -> None:
+        """Begin to write a batch; waits for an earlier one if `IN_FLIGHT` are under way.
+
+        Args:
+            ended: told, in this thread and by a later call, when the blocks are in the index or with the error for
+                which they are not. The segment was left for a new one then, and batches after it share its end.
 
         Raises:
-            NoRoom: nothing was written.
-            OSError: the blocks are not stored. The segment was left for a new one.
+            NoRoom, OSError: nothing was written, `ended` is not called.
         """
-        self._settle(wait=False)
+        self.land(IN_FLIGHT - 1)
         log = self._with_room(batch, may_evict)
-        at, size = log.end, batch.disk_bytes
-        errors = self._io.write(batch.pieces(log.file, at, log.segment.identity, log.sequence))
-        if error := next((error for error in errors if error is not None), None):
-            self._abandon(log)
-            raise error
-        log.end += size
+        pieces = batch.pieces(log.file, log.next, log.segment.identity, log.sequence)
+        flight = Flight(self._io, batch, pieces, log.next, ended, self.over)
+        self._flying += flight.bytes
+        self._flights.append((log, flight))
+        log.next += flight.bytes
         log.sequence += 1
+        log.blocks += len(batch)
         log.key_bytes += batch.key_bytes
-        log.unsynced += size
-        self._index.add(log.segment, batch.entries(at), batch.heat)
-        if log.unsynced >= self._config.sync_bytes // 2:
-            # The device empties its cache while it takes in more: in turns, they would take the time of both.
-            size, log.unsynced = log.unsynced, 0
-            self._behind.begin(partial(self._io.sync, log.file), size)
+
+    def land(self, left: int = 0) -> None:
+        """Wait for batches, oldest first, until `left` are in flight."""
+        while len(self._flights) > left:
+            log, flight = self._flights.popleft()
+            error = flight.wait()
+            if error is None:
+                log.end += flight.bytes
+                log.unsynced += flight.bytes
+                self._flying -= flight.bytes
+                self._index.add(log.segment, flight.batch.entries(flight.at), flight.batch.heat)
+                flight.ended(None)
+                continue
+            lost = [flight, *(other for _, other in self._flights)]
+            self._flights.clear()
+            for other in lost:
+                other.wait()
+                self._flying -= other.bytes
+            self._abandon(log)
+            for other in lost:
+                other.ended(error)
+
+    def land_those_over(self) -> None:
+        """As `land`, without waiting for one that is under way."""
+        while self._flights and self._flights[0][1].over:
+            self.land(len(self._flights) - 1)
 
     def sync(self) -> None:
         """What was written survives a power cut from now on.
 
         Raises:
-            OSError: it may not. The segment was left for a new one; its blocks are still checked at each load.
+            OSError: it may not. A segment that was being written was left for a new one; blocks are still checked at
+                each load.
         """
-        self._settle(wait=True)
+        self.land()
+        error = self._behind.wait()
         log = self._open
-        if log is None or not log.unsynced:
-            return
-        try:
-            self._io.sync(log.file)
-        except OSError:
-            self._abandon(log)
-            raise
-        log.unsynced = 0
+        if log is not None and log.unsynced:
+            try:
+                self._sync(log.file)
+            except OSError:
+                self._abandon(log)
+                raise
+            log.unsynced = 0
+        if error is not None:
+            raise error
 
     def finish(self) -> None:
         """Give the open segment its footer. Where that fails, the next start finds its blocks by their batches.
 
         Raises:
-            OSError: what was written may be lost, or an empty segment cannot be removed.
+            OSError: an empty segment cannot be removed.
         """
+        self.land()
         try:
             if self._open is not None:
                 self._finish(self._open)
         finally:
-            self._behind.settle(wait=True)
+            self._behind.wait()
 
     def seal(self, segment: Segment, file: OpenFile, end: int) -> None:
         """Write a footer for all blocks of `segment` at `end`, and cut the file there. Closes `file`.
@@ -174,7 +222,7 @@ class SegmentLog:
             OSError: it has none.
         """
         try:
-            self._io.sync(file)
+            self._sync(file)
             footer = encode_footer(segment.identity, segment.entries)
             memory = AlignedMemory(len(footer))
             memory.view[:] = footer
@@ -186,6 +234,11 @@ class SegmentLog:
             # Only now: what is sealed may be evicted.
             segment.sealed = True
             file.close()
+
+    def _sync(self, file: OpenFile) -> None:
+        """What is in it, and its name: then the blocks survive a power cut."""
+        self._io.sync(file)
+        folder.sync_folder(self._config.folder)
 
     def remove(self, path: Path) -> None:
         """A file that the index does not know any more; `make_room` tries again what does not go now.
@@ -255,7 +308,7 @@ class SegmentLog:
             for first in range(0, len(numbers), config.batch_blocks):
                 batch = self._read_again(segment, numbers[first : first + config.batch_blocks])
                 if len(batch):
-                    self.append(batch, may_evict=False)
+                    self._write_now(batch)
                     self._counters.add(rewritten_blocks_total=len(batch), written_bytes_total=batch.disk_bytes)
             # Only now may the old ones go.
             self.sync()
@@ -263,6 +316,18 @@ class SegmentLog:
             return
         except OSError as e:
             self._complaints.say("rewrite", f"used blocks of {segment.path} could not be kept ({e}).")
+
+    def _write_now(self, batch: Batch) -> None:
+        """Its blocks are in the index afterwards.
+
+        Raises:
+            NoRoom, OSError: they are not.
+        """
+        ends: list[OSError | None] = []
+        self.begin(batch, ends.append, may_evict=False)
+        self.land()
+        if ends[0] is not None:
+            raise ends[0]
 
     def _read_again(self, segment: Segment, numbers: list[int]) -> Batch:
         config, entries = self._config, segment.entries
@@ -287,10 +352,13 @@ class SegmentLog:
     def _with_room(self, batch: Batch, may_evict: bool) -> _Open:
         log = self._open
         if log is not None:
-            count = len(log.segment.entries.keys) + len(batch)
-            needed = log.end + batch.disk_bytes + footer_bytes(count, log.key_bytes + batch.key_bytes)
-            if needed <= self._config.segment_bytes:
+            footer = footer_bytes(log.blocks + len(batch), log.key_bytes + batch.key_bytes)
+            if log.next + batch.disk_bytes + footer <= self._config.segment_bytes:
                 return log
+            # The footer names them all.
+            self.land()
+        # It may be gone: left because of an error.
+        if (log := self._open) is not None:
             try:
                 self._finish(log)
             except OSError as e:
@@ -336,8 +404,6 @@ class SegmentLog:
         try:
             self._page.view[:] = encode_header(header)
             self._write(pieces(file, 0, self._page.address, ALIGN))
-            self._io.sync(file)
-            folder.sync_folder(config.folder)
         except OSError:
             file.close()
             with suppress(OSError):
@@ -347,10 +413,14 @@ class SegmentLog:
         return _Open(self._index.open_segment(identity, path, config.segment_bytes), file)
 
     def _finish(self, log: _Open) -> None:
-        self._open = None
-        if log.segment.entries.keys:
-            self._behind.begin(partial(self._seal, log), log.unsynced)
-            return
+        """Nothing of it is in flight."""
+        try:
+            if log.segment.entries.keys:
+                self._behind.begin(partial(self._seal, log), log.unsynced)
+                return
+        finally:
+            # Only now: `unsynced` is asked by others meanwhile.
+            self._open = None
         log.segment.sealed = True
         log.file.close()
         if self._index.drop(log.segment):
@@ -361,18 +431,7 @@ class SegmentLog:
             self.seal(log.segment, log.file, log.end)
         except OSError as e:
             self._complaints.say("footer", f"{log.segment.path} could not be finished ({e}).")
-
-    def _settle(self, *, wait: bool) -> None:
-        """Hear of what was done behind.
-
-        Raises:
-            OSError: something may be lost. The segment was left for a new one.
-        """
-        try:
-            self._behind.settle(wait=wait)
-        except OSError:
-            if self._open is not None:
-                self._abandon(self._open)
+            # It may not have been synced either.
             raise
 
     def _abandon(self, log: _Open) -> None:

@@ -1,8 +1,8 @@
 """Reads what earlier runs left in segment files. Changes nothing.
 
 A finished segment says all in its footer. One without a footer was being written when its process died: its batch
-headers are read one after the other until one is missing. Blocks near the end of such a file may be torn, although
-their header is there: those are read and compared, so that nothing is promised that a load would not find.
+headers are read one after the other until one is missing. Blocks of such a file may be torn, although their header is
+there: they are read and compared, so that nothing is promised that a load would not find.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def read_segment(read: Read, size: int) -> Found:
     return Found(header, entries, False, end)
 
 
-def intact(read: Read, found: Found, first: int, portion: int) -> Iterator[tuple[int, bool]]:
-    """Numbers of the blocks from `first` on, with whether their bytes are those that were stored.
+def intact(read: Read, found: Found, portion: int) -> Iterator[tuple[int, bool]]:
+    """Numbers of the blocks in order, with whether their bytes are those that were stored.
 
     Args:
         portion: bytes to read at once; at least one block is.
@@ -95,7 +95,7 @@ def intact(read: Read, found: Found, first: int, portion: int) -> Iterator[tuple
         OSError: blocks cannot be read; those not yielded yet.
     """
     stride, entries = aligned(found.header.block_bytes), found.entries
-    number = first
+    number = 0
     while number < len(entries.keys):
         last = number + 1
         while (
@@ -111,26 +111,17 @@ def intact(read: Read, found: Found, first: int, portion: int) -> Iterator[tuple
         number = last
 
 
-def tail_start(found: Found, tail: int) -> int:
-    """Number of the first block that lies in the last `tail` bytes before the end."""
-    first = len(found.entries.keys)
-    while first and found.entries.offsets[first - 1] * ALIGN >= found.end - tail:
-        first -= 1
-    return first
-
-
-def without_torn(read: Read, found: Found, tail: int, portion: int) -> Found:
-    """An unfinished segment without those of its last blocks that are not intact.
+def without_torn(read: Read, found: Found, portion: int) -> Found:
+    """An unfinished segment without those of its blocks that are not intact: any may have missed the disk.
 
     Args:
-        tail: bytes before the end that may not have reached the disk.
         portion: as `intact`.
 
     Raises:
         OSError: the blocks cannot be read.
     """
-    entries, first = found.entries, tail_start(found, tail)
-    good = [*range(first), *(number for number, whole in intact(read, found, first, portion) if whole)]
+    entries = found.entries
+    good = [number for number, whole in intact(read, found, portion) if whole]
     if len(good) == len(entries.keys):
         return found
     kept = Entries.empty()

@@ -15,6 +15,7 @@ from vllm_pd.kv_offload.block_io.aligned import StagingPool
 from vllm_pd.kv_offload.segments.batch import Batch
 from vllm_pd.kv_offload.segments.config import StoreConfig
 from vllm_pd.kv_offload.segments.counters import Counters
+from vllm_pd.kv_offload.segments.flight import IN_FLIGHT
 from vllm_pd.kv_offload.segments.outcome import Finished, Reason
 from vllm_pd.kv_offload.segments.results import Results
 from vllm_pd.kv_offload.segments.rows import Rows
@@ -24,8 +25,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 GATHER_S = 0.05
 """How long a batch that is not full waits for more blocks: each write has a header of at least a page."""
 
-_LEAST_BATCHES = 3
-"""One is written, one waits, one is filled."""
+_LEAST_BATCHES = IN_FLIGHT + 2
+"""Beside those that are written one waits and one is filled."""
 
 
 class _Put:
@@ -129,7 +130,7 @@ class Staging:
             self._end(put)
 
     def take(self, timeout_s: float) -> Batch | None:
-        """The next batch to write: a full one, or what has gathered for a while. For the writer."""
+        """The next batch to write, full or what has gathered for a while; None: none in time, or `wake`."""
         with self._changed:
             deadline = self._clock() + timeout_s
             while True:
@@ -162,6 +163,12 @@ class Staging:
         for put in puts:
             self._refuse(put, reason)
 
+    def wake(self) -> None:
+        """Have the writer look for other work once. For any thread."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
     def hurry(self, on: bool) -> None:
         """Do not wait for batches to fill. A writer that waits for one looks for other work once."""
         with self._changed:
@@ -184,6 +191,7 @@ class Staging:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._pool.touch()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._puts or self._closed)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from vllm_pd.kv_offload.segments.adopt import Adoption, Stopped
 from vllm_pd.kv_offload.segments.batch import Batch
 from vllm_pd.kv_offload.segments.config import StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
+from vllm_pd.kv_offload.segments.flight import IN_FLIGHT
 from vllm_pd.kv_offload.segments.folder import SegmentFile
 from vllm_pd.kv_offload.segments.log import NoRoom, SegmentLog
 from vllm_pd.kv_offload.segments.outcome import Reason
@@ -61,6 +63,7 @@ class Writer:
         self._stopping = threading.Event()
         self._recovered = threading.Event()
         self._thread: threading.Thread | None = None
+        log.over = staging.wake
 
     def start(self, adoption: Callable[[Callable[[], None]], Adoption], files: tuple[SegmentFile, ...]) -> None:
         """
@@ -126,7 +129,11 @@ class Writer:
     def _step(self) -> bool:
         """One batch, or what there is to do without one. False at the end."""
         stopping = self._stopping.is_set()
-        batch = self._staging.take(0.0)
+        in_flight = self._log.in_flight
+        batch = self._staging.take(TICK_S if in_flight else 0.0)
+        if batch is None and in_flight:
+            self._log.land_those_over()
+            return True
         if batch is None:
             self._sync()
             if stopping:
@@ -140,31 +147,48 @@ class Writer:
         return True
 
     def _write(self, batch: Batch) -> None:
-        blocks, size = len(batch), batch.disk_bytes
+        # What became of the one before decides about this one.
+        self._log.land(IN_FLIGHT - 1)
         reason = self.refusing
-        try:
-            if reason is None:
-                self._log.append(batch)
-                self._counters.add(written_blocks_total=blocks, written_bytes_total=size)
-                self._resume()
-        except NoRoom as e:
-            reason = Reason.NO_SPACE
-            self._stop(reason, str(e))
-        except OSError as e:
-            reason = Reason.WRITE_FAILED
-            self._counters.add(failed_writes_total=1)
-            self._stop(reason, f"{e}")
-        finally:
+        if reason is None:
+            try:
+                self._log.begin(batch, partial(self._ended, batch))
+                return
+            except NoRoom as e:
+                reason = Reason.NO_SPACE
+                self._stop(reason, str(e))
+            except OSError as e:
+                reason = Reason.WRITE_FAILED
+                self._failed(e)
+            except BaseException:
+                self._lost(batch, Reason.WRITE_FAILED)
+                raise
+        self._lost(batch, reason)
+
+    def _ended(self, batch: Batch, error: OSError | None) -> None:
+        if error is None:
+            self._counters.add(written_blocks_total=len(batch), written_bytes_total=batch.disk_bytes)
             self._staging.done(batch)
-        if reason is not None:
-            self._counters.count(self._counters.puts_lost, reason, blocks)
+            self._resume()
+            return
+        self._failed(error)
+        self._lost(batch, Reason.WRITE_FAILED)
+
+    def _failed(self, error: OSError) -> None:
+        # What was under way at the same time fails of the same.
+        if self.refusing is None:
+            self._counters.add(failed_writes_total=1)
+            self._stop(Reason.WRITE_FAILED, f"{error}")
+
+    def _lost(self, batch: Batch, reason: Reason) -> None:
+        self._counters.count(self._counters.puts_lost, reason, len(batch))
+        self._staging.done(batch)
 
     def _sync(self) -> None:
         try:
             self._log.sync()
         except OSError as e:
-            self._counters.add(failed_writes_total=1)
-            self._stop(Reason.WRITE_FAILED, str(e))
+            self._failed(e)
 
     def _finish(self) -> None:
         try:

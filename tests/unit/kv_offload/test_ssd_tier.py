@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from tests.unit.kv_offload.engine import key
 from tests.unit.kv_offload.segments.rig import used
-from tests.unit.kv_offload.tiered import BUDGET, CHUNKS, MIB, PAGE, Engine, blocks, segments
+from tests.unit.kv_offload.tiered import BUDGET, CHUNKS, MIB, PAGE, Engine, blocks, segments, until
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload import ssd_metrics, ssd_tier
 from vllm_pd.kv_offload.spec import PDTieringOffloadingSpec
@@ -217,9 +218,15 @@ def test_a_step_tells_a_bounded_number_of_blocks(start: Start, monkeypatch: pyte
     monkeypatch.setattr(ssd_tier, "_EVENTS_PER_STEP", 3)
     engine = start(events=True)
     request = engine.request("a")
-    for number in range(8):
-        request.store(engine.worker, next(engine.jobs), [number], blocks([0]))
+
+    def store(number: int) -> bool:
         request.step()
+        return request.store(engine.worker, next(engine.jobs), [number], blocks([0]))
+
+    for number in range(8):
+        # Host memory has room for four: one leaves it when the SSD has taken it over.
+        until(partial(store, number), "room in host memory")
+    request.step()
     # An engine waits for a slow disk for a while only.
     assert engine.tier.store.flush(30)
     engine.settle()

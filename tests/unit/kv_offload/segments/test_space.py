@@ -213,7 +213,7 @@ def test_a_segment_that_could_neither_be_begun_nor_removed_goes_later(
     with Rig(config(tmp_path)) as rig:
         with monkeypatch.context() as patch:
             patch.setattr(log_module.folder, "remove_file", refuse)
-            rig.disk.fail("sync")
+            rig.disk.fail("write")
             rig.put(range(8))
             until(lambda: rig.store.stats().writes_off, "writing to stop")
         assert len(segment_paths(tmp_path)) == 1
