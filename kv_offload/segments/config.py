@@ -63,8 +63,8 @@ class StoreConfig:
     staging_bytes: int = 64 * MIB
     backlog_bytes: int = GIB
     put_wait_s: float = 2.0
-    readers: int = 4
-    read_bytes: int = 16 * MIB
+    readers: int = 6
+    read_bytes: int = 8 * MIB
     rewrite_share: float = 0.25
     open_files: int = 256
     about: Mapping[str, str] = field(default_factory=dict)
