@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from vllm_pd.kv_offload.policies.base import Key
+from vllm_pd.kv_offload.policies.shadow import Shadow
 from vllm_pd.kv_offload.policies.split_lru import LRU_SHARE, SplitLru
 
 SHARES = (0.05, 0.2, 0.4, 0.7, LRU_SHARE)
@@ -36,7 +37,7 @@ class Adaptive(SplitLru):
         while bits < MOST_SAMPLED and capacity >> (bits + 1) >= SAMPLE_BLOCKS:
             bits += 1
         self._mask = (1 << bits) - 1
-        self._shadows = [SplitLru(capacity >> bits, share) for share in SHARES]
+        self._shadows = [Shadow(capacity >> bits, share) for share in SHARES]
         self._hits = [0.0] * len(SHARES)
         self._seen = 0
 
@@ -48,7 +49,7 @@ class Adaptive(SplitLru):
         sample = [(i >= needed, key) for i, key in enumerate(chain) if not _bits(key) & self._mask]
         if sample:
             for i, shadow in enumerate(self._shadows):
-                self._hits[i] += _shadow_access(shadow, sample)
+                self._hits[i] += shadow.request(sample)
             self._choose()
         self._seen += len(chain)
         if self._seen >= MEMORY * self.capacity:
@@ -72,26 +73,3 @@ class Adaptive(SplitLru):
 def _bits(key: Key) -> int:
     # Keys are digests, to which vLLM appends 4 bytes that say of which kind of layer the block is.
     return key[-5] if len(key) > 4 else key[0]
-
-
-def _shadow_access(shadow: SplitLru, sample: Sequence[tuple[bool, Key]]) -> int:
-    """A request in a shadow; returns how many of the blocks that it needed hit, up to the first that did not.
-
-    Args:
-        sample: keys in prompt order, each with whether the request needed it from the tier.
-    """
-    chain = [key for _, key in sample]
-    here = {key for key in chain if key in shadow}
-    hits = 0
-    for needed, key in sample:
-        if needed and key not in here:
-            break
-        hits += needed
-    new = [key for key in chain if key not in here]
-    excess = len(shadow) + len(new) - shadow.capacity
-    if excess <= 0 or shadow.evict(excess, chain) is not None:
-        for key in new:
-            shadow.insert(key)
-            shadow.unpin(key)
-    shadow.accessed(chain, here)
-    return hits
