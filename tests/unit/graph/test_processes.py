@@ -66,9 +66,16 @@ def test_a_worker_is_told_its_role_and_store_and_only_its_own_gpu() -> None:
 def test_a_worker_without_a_gpu_is_made_small() -> None:
     launch = launched(whole(decode=Decode(kv_blocks=32)), "decode", Spot(1, 9, Place(cores=(0, 3))))
     assert launch.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,3"
+    assert launch.env["MALLOC_MMAP_THRESHOLD_"] == str(32 << 20)
     assert following(launch, "--max-model-len") == "1024"
     assert following(launch, "--num-gpu-blocks-override") == "32"
     assert "CUDA_VISIBLE_DEVICES" not in launch.env
+
+
+def test_what_the_environment_says_about_memory_holds() -> None:
+    around = dataclasses.replace(AROUND, environ=ENVIRON | {"MALLOC_TRIM_THRESHOLD_": "5"})
+    launch = launched(whole(decode=Decode(kv_blocks=32)), "decode", Spot(1, 9, Place(cores=(0, 3))), around)
+    assert launch.env["MALLOC_TRIM_THRESHOLD_"] == "5"
 
 
 @pytest.mark.parametrize(
