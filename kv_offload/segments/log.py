@@ -1,4 +1,4 @@
-"""The write side of the store: appends batches to segments, finishes segments, wins space back. One thread uses it.
+"""The write side of the store: appends batches to segments and finishes segments. One thread uses it.
 
 Orders that make any moment a good one to die:
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from vllm_pd.kv_offload.block_io.aligned import AlignedMemory
 from vllm_pd.kv_offload.block_io.base import BlockIO, OpenFile, Piece
-from vllm_pd.kv_offload.segments import checksum, folder, reclaim
+from vllm_pd.kv_offload.segments import checksum, folder
 from vllm_pd.kv_offload.segments.batch import Batch, pieces
 from vllm_pd.kv_offload.segments.behind import Behind
 from vllm_pd.kv_offload.segments.config import GIB, StoreConfig
@@ -40,18 +40,14 @@ from vllm_pd.kv_offload.segments.format import (
     footer_bytes,
 )
 from vllm_pd.kv_offload.segments.index import Index, Segment
-from vllm_pd.kv_offload.segments.lock import FolderLock, holder
-from vllm_pd.kv_offload.segments.outcome import Reason
+from vllm_pd.kv_offload.segments.lock import FolderLock
+from vllm_pd.kv_offload.segments.space import NoRoom, Space
 
 _BUDGET_LOCK_S = 1.0
 _EVICTIONS_FOR_A_BATCH = 8
 _READS_S = 1.0
 """How long a batch waits for loads to be through with segments: far longer than they take on a disk that is well."""
 _READS_POLL_S = 0.005
-
-
-class NoRoom(Exception):
-    """There is no place for a new segment, and nothing may be evicted now. The message is a sentence's beginning."""
 
 
 @dataclass(slots=True)
@@ -86,7 +82,7 @@ class SegmentLog:
         index: where blocks appear and disappear.
         files: open files that loads use.
         first_id: of the next segment; above all there are.
-        free_bytes: of a file system; replaced by tests.
+        free_bytes: as `Space`.
 
     Attributes:
         over: called, in a thread of its own, when a batch that was begun is over, so that `land_those_over` has one.
@@ -106,12 +102,8 @@ class SegmentLog:
         self._config = config
         self._io = io
         self._index = index
-        self._files = files
-        self._counters = counters
         self._complaints = complaints
         self._next_id = first_id
-        self._free_bytes = free_bytes
-        self._limits = reclaim.Limits(config.budget_bytes, config.floor_bytes)
         self._open: _Open | None = None
         self._flights: deque[tuple[_Open, Flight]] = deque()
         """All of one segment: the next is begun with nothing in flight."""
@@ -119,10 +111,9 @@ class SegmentLog:
         self.over: Callable[[], None] = lambda: None
         self.took_room = False
         """A segment was begun, and room for the next one was not looked for since."""
-        self._undeleted: list[Path] = []
         self._behind = Behind()
         self._page = AlignedMemory(ALIGN)
-        self._rewrite_memory = AlignedMemory(Batch.bytes_for(config.batch_blocks, config.stride))
+        self._space = Space(config, io, index, files, counters, complaints, self, free_bytes)
 
     @property
     def unsynced(self) -> int:
@@ -246,79 +237,15 @@ class SegmentLog:
         Raises:
             OSError: it is still there.
         """
-        self._undeleted.append(path)
-        folder.remove_file(path)
-        self._undeleted.pop()
+        self._space.remove(path)
 
     def make_room(self, *, keep: bool = True) -> bool:
-        """Evict one segment if there is no room for a new one besides that which is being written.
-
-        Args:
-            keep: write its used blocks again.
-
-        Returns:
-            Whether one was removed, so that it is worth asking again.
-
-        Raises:
-            OSError: files cannot be looked at or removed.
-        """
+        """As `Space.make_room`."""
         self.took_room = False
-        while self._undeleted:
-            folder.remove_file(self._undeleted[-1])
-            self._undeleted.pop()
-        root, wanted = self._config.root, self._config.segment_bytes
-        usages, free = folder.usages(root), self._free_bytes(root)
-        used = sum(usage.bytes for usage in usages)
-        if not reclaim.missing(self._limits, used, free, wanted):
-            return False
-        if folder.remove_oldest_foreign(root, self._config.folder):
-            self._counters.add(foreign_segments_total=1)
-            return True
-        others = [usage for usage in usages if usage.path != self._config.folder and holder(usage.path) is not None]
-        own = self._index.used_bytes
-        if not reclaim.is_ours_to_free(self._limits, used, free, wanted, own, len(others)):
-            return False
-        return self._evict(keep)
+        return self._space.make_room(keep=keep)
 
-    def _evict(self, keep: bool) -> bool:
-        segments = {s.id: s for s in self._index.segments() if s.sealed and not s.pins}
-        candidates = (reclaim.Candidate(s.id, len(s.heat), s.live, s.hot, s.used_at) for s in segments.values())
-        chosen = reclaim.victim(candidates, self._index.clock, self._config.budget_bytes // self._config.segment_bytes)
-        if chosen is None:
-            return False
-        segment = segments[chosen.id]
-        if keep and segment.hot:
-            self._rewrite(segment)
-        left = self._index.empty(segment)
-        self._counters.add(evicted_blocks_total=left)
-        if not self._index.drop(segment):
-            # A load began meanwhile. Without blocks it is the first choice next time.
-            return False
-        self._files.close(segment)
-        self.remove(segment.path)
-        self._counters.add(evicted_segments_total=1)
-        return True
-
-    def _rewrite(self, segment: Segment) -> None:
-        """Its used blocks, as many as write amplification allows, are written again; errors cost only those blocks."""
-        config = self._config
-        most = int(segment.size * config.rewrite_share) // config.stride
-        numbers = reclaim.keep(segment.heat, self._index.live_blocks(segment), most)
-        try:
-            for first in range(0, len(numbers), config.batch_blocks):
-                batch = self._read_again(segment, numbers[first : first + config.batch_blocks])
-                if len(batch):
-                    self._write_now(batch)
-                    self._counters.add(rewritten_blocks_total=len(batch), written_bytes_total=batch.disk_bytes)
-            # Only now may the old ones go.
-            self.sync()
-        except NoRoom:
-            return
-        except OSError as e:
-            self._complaints.say("rewrite", f"used blocks of {segment.path} could not be kept ({e}).")
-
-    def _write_now(self, batch: Batch) -> None:
-        """Its blocks are in the index afterwards.
+    def write_now(self, batch: Batch) -> None:
+        """Blocks that are written again: they are in the index afterwards. Nothing is evicted for them.
 
         Raises:
             NoRoom, OSError: they are not.
@@ -328,26 +255,6 @@ class SegmentLog:
         self.land()
         if ends[0] is not None:
             raise ends[0]
-
-    def _read_again(self, segment: Segment, numbers: list[int]) -> Batch:
-        config, entries = self._config, segment.entries
-        batch = Batch(self._rewrite_memory.view, config.batch_blocks, config.stride)
-        with self._files.lease(segment) as file:
-            errors = self._io.read(
-                [
-                    Piece(file, segment.offset(number), batch.block_address(i), config.stride)
-                    for i, number in enumerate(numbers)
-                ]
-            )
-        good = batch.refill(
-            config.namespace,
-            [entries.keys[number] for number in numbers],
-            [entries.checksums[number] for number in numbers],
-            [error is None for error in errors],
-        )
-        batch.heat = bytes(segment.heat[numbers[i]] // 2 for i in good)
-        self._counters.count(self._counters.puts_lost, Reason.CORRUPT, len(numbers) - len(good))
-        return batch
 
     def _with_room(self, batch: Batch, may_evict: bool) -> _Open:
         log = self._open
@@ -364,7 +271,7 @@ class SegmentLog:
             except OSError as e:
                 self._complaints.say("footer", f"{log.segment.path} could not be finished ({e}).")
         evictions, deadline = _EVICTIONS_FOR_A_BATCH if may_evict else 0, time.monotonic() + _READS_S
-        while evictions and not self._has_room():
+        while evictions and not self._space.has_room():
             if self.make_room(keep=False):
                 evictions -= 1
             elif any(segment.pins for segment in self._index.segments()) and time.monotonic() < deadline:
@@ -374,11 +281,6 @@ class SegmentLog:
         self._open = self._begin()
         return self._open
 
-    def _has_room(self) -> bool:
-        root = self._config.root
-        used = sum(usage.bytes for usage in folder.usages(root))
-        return not reclaim.missing(self._limits, used, self._free_bytes(root), self._config.segment_bytes)
-
     def _begin(self) -> _Open:
         """A new segment. Between looking for room and taking it, no other process does so."""
         config = self._config
@@ -386,7 +288,7 @@ class SegmentLog:
         if lock is None:
             raise NoRoom(f"another process does not let go of {config.root / folder.BUDGET_LOCK}")
         try:
-            if not self._has_room():
+            if not self._space.has_room():
                 raise NoRoom(f"{config.root} has no room within {config.budget_bytes / GIB:.2f} GiB")
             identity = Identity(self._next_id, secrets.randbits(64))
             self._next_id += 1

@@ -17,8 +17,9 @@ from vllm_pd.kv_offload.segments.config import StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
 from vllm_pd.kv_offload.segments.flight import IN_FLIGHT
 from vllm_pd.kv_offload.segments.folder import SegmentFile
-from vllm_pd.kv_offload.segments.log import NoRoom, SegmentLog
+from vllm_pd.kv_offload.segments.log import SegmentLog
 from vllm_pd.kv_offload.segments.outcome import Reason
+from vllm_pd.kv_offload.segments.space import NoRoom
 from vllm_pd.kv_offload.segments.staging import Staging
 
 logger = logging.getLogger(f"vllm.{__name__}")

@@ -20,7 +20,8 @@ from vllm_pd.kv_offload.segments.counters import Complaints, Counters
 from vllm_pd.kv_offload.segments.files import OpenFiles
 from vllm_pd.kv_offload.segments.flight import IN_FLIGHT
 from vllm_pd.kv_offload.segments.index import Index
-from vllm_pd.kv_offload.segments.log import NoRoom, SegmentLog
+from vllm_pd.kv_offload.segments.log import SegmentLog
+from vllm_pd.kv_offload.segments.space import NoRoom
 
 BLOCK = 4096
 POINTS = 1000

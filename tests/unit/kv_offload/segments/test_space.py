@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.kv_offload.segments.rig import BLOCK, LIMIT_S, Rig, config, key, segment_paths, until, used
-from vllm_pd.kv_offload.segments import Reason
-from vllm_pd.kv_offload.segments import log as log_module
+from vllm_pd.kv_offload.segments import Reason, folder, reclaim
 from vllm_pd.kv_offload.segments import writer as writer_module
 
 
@@ -80,8 +79,8 @@ def test_free_space_is_kept_and_what_others_take_is_given_up(tmp_path: Path) -> 
     disk = 20 * settings.segment_bytes
     with Rig(settings, start=False) as rig:
         others = 0
-        rig.store._log._free_bytes = lambda path: disk - others - used(tmp_path)
-        rig.store._log._limits = log_module.reclaim.Limits(settings.budget_bytes, 4 * settings.segment_bytes)
+        rig.store._log._space._free_bytes = lambda path: disk - others - used(tmp_path)
+        rig.store._log._space._limits = reclaim.Limits(settings.budget_bytes, 4 * settings.segment_bytes)
         rig.store.start()
         rig.store_blocks(range(400))
         assert len(segment_paths(tmp_path)) >= 6
@@ -194,7 +193,7 @@ def test_segments_that_cannot_be_removed_do_not_make_the_store_give_up_all_other
 
     with Rig(config(tmp_path)) as rig:
         with monkeypatch.context() as patch:
-            patch.setattr(log_module.folder, "remove_file", refuse)
+            patch.setattr(folder, "remove_file", refuse)
             for first in range(0, 800, 24):
                 rig.put(range(first, first + 24))
             rig.store.flush(LIMIT_S)
@@ -212,7 +211,7 @@ def test_a_segment_that_could_neither_be_begun_nor_removed_goes_later(
 
     with Rig(config(tmp_path)) as rig:
         with monkeypatch.context() as patch:
-            patch.setattr(log_module.folder, "remove_file", refuse)
+            patch.setattr(folder, "remove_file", refuse)
             rig.disk.fail("write")
             rig.put(range(8))
             until(lambda: rig.store.stats().writes_off, "writing to stop")
