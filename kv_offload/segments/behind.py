@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import threading
 from collections.abc import Callable
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Behind:
@@ -21,7 +25,7 @@ class Behind:
         return self._size if thread is not None and thread.is_alive() else 0
 
     def begin(self, job: Callable[[], None], size: int) -> None:
-        """Start a job for `size` bytes, once the one before is over. An `OSError` that it raises is for `wait`."""
+        """Start a job for `size` bytes, once the one before is over. What it raises is for `wait`."""
         self._join()
         self._size = size
         thread = threading.Thread(target=self._run, args=(job,), name="vllm_pd_ssd_seal", daemon=True)
@@ -44,3 +48,6 @@ class Behind:
             job()
         except OSError as e:
             self._error = e
+        except Exception as e:
+            logger.exception("SSD tier: a segment could not be finished.")
+            self._error = OSError(errno.EIO, repr(e))

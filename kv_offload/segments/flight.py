@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
 from vllm_pd.kv_offload.block_io.base import BlockIO, Piece
 from vllm_pd.kv_offload.segments.batch import Batch
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 IN_FLIGHT = 2
 """The disk has the next batch when one is over: the last requests of a batch do not fill it, and between two it would
@@ -23,11 +27,14 @@ class Flight:
         pieces: of the batch, header included.
         at: where it begins in the file.
         ended: for whoever waits for it; not called here.
-        over: called in the thread of the flight, last.
+        wake: called in the thread of the flight, last.
+
+    Attributes:
+        over: `wait` does not wait any more, or next to nothing.
     """
 
     def __init__(
-        self, io: BlockIO, batch: Batch, pieces: Sequence[Piece], at: int, ended: Ended, over: Callable[[], None]
+        self, io: BlockIO, batch: Batch, pieces: Sequence[Piece], at: int, ended: Ended, wake: Callable[[], None]
     ) -> None:
         self.batch = batch
         self.at = at
@@ -35,10 +42,10 @@ class Flight:
         self.ended = ended
         self._io = io
         self._pieces = pieces
-        self._error: OSError | None = None
-        self._over = over
+        self._wake = wake
+        # Whatever ends the thread early, nothing was written then.
+        self._error: OSError | None = OSError(errno.EIO, "the writing thread failed")
         self.over = False
-        """`wait` does not wait any more, or next to nothing."""
         self._thread = threading.Thread(target=self._run, name="vllm_pd_ssd_batch", daemon=True)
         self._thread.start()
 
@@ -50,8 +57,11 @@ class Flight:
     def _run(self) -> None:
         try:
             errors = self._io.write(self._pieces)
+            self._error = next((error for error in errors if error is not None), None)
         except OSError as e:
-            errors = [e]
-        self._error = next((error for error in errors if error is not None), None)
-        self.over = True
-        self._over()
+            self._error = e
+        except Exception:
+            logger.exception("SSD tier: a batch could not be written.")
+        finally:
+            self.over = True
+            self._wake()

@@ -62,6 +62,7 @@ class _Open:
         blocks: in the index and in flight.
         key_bytes: of all their keys.
         unsynced: bytes written since the last sync.
+        named: its name survives a power cut.
     """
 
     segment: Segment
@@ -72,6 +73,7 @@ class _Open:
     blocks: int = 0
     key_bytes: int = 0
     unsynced: int = 0
+    named: bool = False
 
 
 class SegmentLog:
@@ -85,7 +87,7 @@ class SegmentLog:
         free_bytes: as `Space`.
 
     Attributes:
-        over: called, in a thread of its own, when a batch that was begun is over, so that `land_those_over` has one.
+        wake: called, in a thread of its own, when a batch that was begun is over: one for `land_those_over`.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class SegmentLog:
         self._flights: deque[tuple[_Open, Flight]] = deque()
         """All of one segment: the next is begun with nothing in flight."""
         self._flying = 0
-        self.over: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None
         self.took_room = False
         """A segment was begun, and room for the next one was not looked for since."""
         self._behind = Behind()
@@ -139,7 +141,7 @@ class SegmentLog:
         self.land(IN_FLIGHT - 1)
         log = self._with_room(batch, may_evict)
         pieces = batch.pieces(log.file, log.next, log.segment.identity, log.sequence)
-        flight = Flight(self._io, batch, pieces, log.next, ended, self.over)
+        flight = Flight(self._io, batch, pieces, log.next, ended, self.wake)
         self._flying += flight.bytes
         self._flights.append((log, flight))
         log.next += flight.bytes
@@ -185,11 +187,11 @@ class SegmentLog:
         log = self._open
         if log is not None and log.unsynced:
             try:
-                self._sync(log.file)
+                self._sync(log.file, log.named)
             except OSError:
                 self._abandon(log)
                 raise
-            log.unsynced = 0
+            log.unsynced, log.named = 0, True
         if error is not None:
             raise error
 
@@ -206,14 +208,17 @@ class SegmentLog:
         finally:
             self._behind.wait()
 
-    def seal(self, segment: Segment, file: OpenFile, end: int) -> None:
+    def seal(self, segment: Segment, file: OpenFile, end: int, *, named: bool = False) -> None:
         """Write a footer for all blocks of `segment` at `end`, and cut the file there. Closes `file`.
+
+        Args:
+            named: its name survives a power cut already.
 
         Raises:
             OSError: it has none.
         """
         try:
-            self._sync(file)
+            self._sync(file, named)
             footer = encode_footer(segment.identity, segment.entries)
             memory = AlignedMemory(len(footer))
             memory.view[:] = footer
@@ -226,10 +231,11 @@ class SegmentLog:
             segment.sealed = True
             file.close()
 
-    def _sync(self, file: OpenFile) -> None:
+    def _sync(self, file: OpenFile, named: bool) -> None:
         """What is in it, and its name: then the blocks survive a power cut."""
         self._io.sync(file)
-        folder.sync_folder(self._config.folder)
+        if not named:
+            folder.sync_folder(self._config.folder)
 
     def remove(self, path: Path) -> None:
         """A file that the index does not know any more; `make_room` tries again what does not go now.
@@ -330,7 +336,7 @@ class SegmentLog:
 
     def _seal(self, log: _Open) -> None:
         try:
-            self.seal(log.segment, log.file, log.end)
+            self.seal(log.segment, log.file, log.end, named=log.named)
         except OSError as e:
             self._complaints.say("footer", f"{log.segment.path} could not be finished ({e}).")
             # It may not have been synced either.

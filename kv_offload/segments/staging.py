@@ -172,7 +172,9 @@ class Staging:
     def hurry(self, on: bool) -> None:
         """Do not wait for batches to fill. A writer that waits for one looks for other work once."""
         with self._changed:
-            self._hurry = self._woken = on
+            self._hurry = on
+            # What another thread woke it for stays to be done.
+            self._woken |= on
             self._changed.notify_all()
 
     @property

@@ -64,7 +64,7 @@ class Writer:
         self._stopping = threading.Event()
         self._recovered = threading.Event()
         self._thread: threading.Thread | None = None
-        log.over = staging.wake
+        log.wake = staging.wake
 
     def start(self, adoption: Callable[[Callable[[], None]], Adoption], files: tuple[SegmentFile, ...]) -> None:
         """
@@ -170,7 +170,9 @@ class Writer:
         if error is None:
             self._counters.add(written_blocks_total=len(batch), written_bytes_total=batch.disk_bytes)
             self._staging.done(batch)
-            self._resume()
+            if self.refusing is None:
+                # Else it was begun before writing stopped.
+                self._resume()
             return
         self._failed(error)
         self._lost(batch, Reason.WRITE_FAILED)
