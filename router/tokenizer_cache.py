@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from vllm_pd.background import end_tasks
 from vllm_pd.errors import StoreError
 from vllm_pd.router.prompt_blocks import PromptHasher
 from vllm_pd.router.prompt_tokenizer import PromptTokenizer
@@ -130,6 +131,4 @@ class TokenizerCache:
     async def close(self) -> None:
         """Stop what is being fetched. Idempotent."""
         tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)

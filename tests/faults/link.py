@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm_pd.background import end_tasks
 from vllm_pd.graph.ports import LOOPBACK
 
 _DEADLINE_S = 30.0
@@ -69,9 +70,7 @@ class Link:
         self.down()
 
         async def end() -> None:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_tasks(self._tasks)
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(_DEADLINE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -165,9 +164,7 @@ class Link:
             try:
                 await asyncio.gather(*pumps)
             finally:
-                for pump in pumps:
-                    pump.cancel()
-                await asyncio.gather(*pumps, return_exceptions=True)
+                await end_tasks(pumps)
         except OSError:
             # An end was reset, or nobody listens behind the link: the other end is reset, too.
             (connection or _Connection(writer, writer)).reset()

@@ -16,6 +16,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from vllm_pd.background import end_tasks
 from vllm_pd.errors import GraphError
 from vllm_pd.graph import check_machine, log_files, processes, remains, runs
 from vllm_pd.graph.embedded_store import find_binary
@@ -117,8 +118,7 @@ class Supervisor:
                 instance.leave()
             await asyncio.gather(*(self._tasks[i] for i in leaving if i in self._tasks), return_exceptions=True)
         if self._logs is not None:
-            self._logs.cancel()
-            await asyncio.gather(self._logs, return_exceptions=True)
+            await end_tasks((self._logs,))
         loop = asyncio.get_running_loop()
         left = await loop.run_in_executor(self.threads, remains.living, self._record())
         self.threads.shutdown(wait=False)

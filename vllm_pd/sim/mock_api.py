@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from vllm_pd.background import end_tasks
 from vllm_pd.errors import SettingsError
 from vllm_pd.given_up import GivenUp, given_up
 from vllm_pd.holds import released_keys
@@ -71,9 +72,7 @@ class MockApi:
         return app
 
     async def _close(self, _: web.Application) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         if self._peers is not None:
             await self._peers.close()
 

@@ -18,6 +18,7 @@ from vllm_pd.agent.prefill_rules import budget_tokens
 from vllm_pd.agent.prefill_runner import RunnerStats
 from vllm_pd.agent.readiness import OwnServer
 from vllm_pd.agent.spec import AgentSpec, PrefillSpec
+from vllm_pd.background import end_tasks
 from vllm_pd.block_hash import BlockHash, BlockHasher, Lora, extra_keys
 from vllm_pd.connectors.handoff_arrivals import HandoffArrivals
 from vllm_pd.errors import PDError
@@ -367,8 +368,7 @@ class MockWorker:
             return
         self._agent.stop()
         await asyncio.wait((self._agent_task,), timeout=_WITHDRAW_S + self.config.grace_s)
-        self._agent_task.cancel()
-        await asyncio.gather(self._agent_task, return_exceptions=True)
+        await end_tasks((self._agent_task,))
 
     def close(self) -> None:
         """Let go of everything else. Idempotent."""

@@ -7,6 +7,7 @@ import asyncio
 from tests.conformance.registry import POOL, worker
 from vllm_pd.agent.agent import Agent
 from vllm_pd.agent.spec import AgentSpec
+from vllm_pd.background import end_tasks
 from vllm_pd.errors import StoreError
 from vllm_pd.state import MemoryBlockIndex, MemoryRegistry, MemoryRoles, MemoryStore, Role, WantedRole
 
@@ -43,5 +44,4 @@ async def test_wishes_that_cannot_be_read_keep_no_load_from_being_told() -> None
                 await asyncio.sleep(0.01)
         assert (state.running, state.waiting) == (3, 1)
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks((task,))

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.agent.test_block_truth import block, key, removed, stored
 from vllm_pd.agent.block_truth import BlockTruth
 from vllm_pd.agent.index_feeder import FeedLimits, IndexFeeder
+from vllm_pd.background import end_tasks
 from vllm_pd.block_hash import KEY_BYTES
 from vllm_pd.errors import IndexLost, StoreError
 
@@ -123,8 +124,7 @@ async def bench(limits: FeedLimits = QUICK, renew_s: float = 1000.0, allowed: bo
             await made.until(lambda: made.feeder.stats.announcements == 1)
         yield made
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks((task,))
 
 
 async def test_the_first_write_announces_and_the_next_say_what_changed() -> None:

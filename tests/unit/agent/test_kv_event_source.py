@@ -14,6 +14,7 @@ import pytest
 from tests.unit.agent.publisher import Publisher
 from vllm_pd.agent.kv_event_source import EventEndpoints, KvEventSource, SourceLimits
 from vllm_pd.agent.kv_events import decode
+from vllm_pd.background import end_tasks
 
 DEADLINE_S = 20.0
 QUICK = SourceLimits(replay_s=1.0, replay_attempts=2, quiet_s=(0.05, 0.2))
@@ -57,8 +58,7 @@ async def following(
     try:
         yield sink, source
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks((task,))
 
 
 async def subscribed(publisher: Publisher, sink: Sink, source: KvEventSource) -> int:

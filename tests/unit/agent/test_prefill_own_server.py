@@ -14,6 +14,7 @@ from tests.unit.agent.own_server import OK, StubServer, answering, own_server, u
 from vllm_pd.agent import prefill_own_server
 from vllm_pd.agent.prefill_own_server import OwnApi, Posted, PostFailed
 from vllm_pd.agent.readiness import OwnServer
+from vllm_pd.background import end_tasks
 from vllm_pd.graph.ports import free_port
 
 DEADLINE_S = 30.0
@@ -66,8 +67,7 @@ async def test_cancelling_it_closes_the_connection() -> None:
         stub.answer = stub.hold
         task = asyncio.create_task(post(stub))
         await until(lambda: stub.open)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks((task,))
         await until(lambda: stub.given_up)
 
 

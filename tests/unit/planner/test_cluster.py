@@ -17,6 +17,7 @@ import pytest
 
 from tests.conformance.registry import POOL
 from tests.unit.planner.loop_world import IDLE, LONG_MS, worker
+from vllm_pd.background import end_tasks
 from vllm_pd.errors import StoreError
 from vllm_pd.graph.embedded_store import EmbeddedStore
 from vllm_pd.planner.journal import Step, decode_steps
@@ -141,8 +142,7 @@ async def pool(store: EmbeddedStore) -> AsyncIterator[Pool]:
 async def kept_up(pool: Pool) -> AsyncIterator[Pool]:
     task = asyncio.create_task(pool.keep_up())
     yield pool
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await end_tasks((task,))
 
 
 async def test_when_the_load_shifts_to_prompts_a_worker_becomes_a_prefill_worker(store: EmbeddedStore) -> None:
@@ -179,9 +179,7 @@ async def test_when_the_load_shifts_to_prompts_a_worker_becomes_a_prefill_worker
         await eventually(is_ready, "the router is ready")
         clients = [asyncio.create_task(ask()) for _ in range(12)]
         await eventually(has_moved, "a decode worker became a prefill worker")
-        for task in clients:
-            task.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        await end_tasks(clients)
         assert failed == []
         assert any(each.decodes for each in router.directory.workers)
         pool = router.directory.workers[0].pool

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from tests.unit.router.conftest import BLOCK, SPEC, Cluster, StartCluster, StartWorker, until
 from tests.unit.router.fake_worker import FakeWorker, Seen, hang, status
+from vllm_pd.background import end_tasks
 from vllm_pd.block_hash import BlockHasher, BlockKey, Lora, extra_keys
 from vllm_pd.router import prompt_reading
 from vllm_pd.router.prompt_blocks import PromptBlocks, PromptHasher
@@ -111,9 +112,7 @@ async def test_requests_in_progress_count_at_once(pair: Pair) -> None:
     asks = [asyncio.create_task(pair.cluster.post(PATH, body([n] * 3000, n=2))) for n in range(10)]
     await until(lambda: sum(len(worker.posts) for worker in pair.workers) == 10, "all are sent")
     assert [len(worker.posts) for worker in pair.workers] == [5, 5]
-    for ask in asks:
-        ask.cancel()
-    await asyncio.gather(*asks, return_exceptions=True)
+    await end_tasks(asks)
     await until(lambda: pair.cluster.inflight() == 0, "nothing is in flight")
 
 
@@ -125,9 +124,7 @@ async def test_equal_prompts_that_come_together_go_together(pair: Pair) -> None:
     await until(lambda: sum(len(worker.posts) for worker in pair.workers) == 6, "all are sent")
     for worker in pair.workers:
         assert len({seen.json["prompt"][0] for seen in worker.posts}) == 1
-    for ask in asks:
-        ask.cancel()
-    await asyncio.gather(*asks, return_exceptions=True)
+    await end_tasks(asks)
 
 
 async def test_worker_that_fails_is_left_out_and_the_prompt_goes_to_the_next_best(pair: Pair) -> None:
@@ -341,8 +338,7 @@ async def test_routers_of_one_store_know_of_each_others_work(
         "the other router knows of it",
     )
     assert [await two.goes_to(PROMPT) for _ in range(3)] == [1, 1, 1]
-    long.cancel()
-    await asyncio.gather(long, return_exceptions=True)
+    await end_tasks((long,))
     await until(lambda: not any(w.engines[0].prefill_tokens for w in second.service.directory.workers), "it is over")
 
 

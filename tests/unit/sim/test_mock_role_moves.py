@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from tests.unit.sim.conftest import Client, StartHost
+from vllm_pd.background import end_tasks
 from vllm_pd.graph.embedded_store import EmbeddedStore
 from vllm_pd.planner.model import PLANNER
 from vllm_pd.roles import Asked, Verdict, is_held, request_move, take_back, wait_for_move
@@ -211,8 +212,7 @@ class Endless:
     async def end(self) -> None:
         """Leave it, and check all that has come."""
         await self.goes_on()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks((self._task,))
         assert self._cluster.right(30_000).startswith("".join(self._text))
 
 
