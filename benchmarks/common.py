@@ -114,6 +114,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[int(rank) - 1]
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """What holds, in 95 of 100 cases, the median of what these few are a sample of: two of their order statistics."""
+    ordered = sorted(values)
+    below = max(0, int((len(ordered) - 1.96 * len(ordered) ** 0.5) / 2))
+    return ordered[below], ordered[-1 - below]
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time that a process has used, all its threads together, those that have ended included.
 

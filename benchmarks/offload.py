@@ -3,7 +3,7 @@
     python -m benchmarks.offload                      # everything
     python -m benchmarks.offload --quick              # under two minutes: the parts that start no servers
     python -m benchmarks.offload --part io --json     # one part; one JSON object on stdout
-    python -m benchmarks.offload --part misses --quick    # some three minutes, most of them for servers that start
+    python -m benchmarks.offload --part misses --quick    # some four minutes, most of them for servers that start
 
 Parts run one after the other, so that none is measured beside another.
 """

@@ -1,13 +1,17 @@
 """What a miss costs, and from which length on a hit is worth its load.
 
-The first is throughput of prompts that nobody asked for before, which tiers can only be in the way of: a server with
-them and one without are both up, the one that is not asked is stopped (SIGSTOP), and they take turns in pairs whose
-order alternates. The second is TTFT of prompts of many lengths, computed, from host memory and from the disk, with a
-gate that loads whatever it costs; beside it is what the same server's gate would have decided.
+The first is throughput of prompts that nobody asked for before, which tiers can only be in the way of: a server without
+them, one with ours, and those of the peers are all up, those that are not asked are stopped (SIGSTOP), and they take
+turns in rounds whose order rotates. What a batch leaves to be written is written before the next one's turn: not in
+the batch's time, as it would not be in a user's, but in its processor time. The second is TTFT of prompts of many
+lengths, computed, from host memory and from the disk, with a gate that loads whatever it costs; beside it is what the
+same server's gate would have decided.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import random
 import statistics
 import tempfile
@@ -18,8 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Target, progress, scratch_folder
-from benchmarks.offload_peers import DTYPE, NOTHING, OURS, Sizes, System, running
+from benchmarks.common import Target, median_interval, progress, scratch_folder
+from benchmarks.offload_peers import DTYPE, LMCACHE, NOTHING, OURS, VLLM, Sizes, System, running
 from benchmarks.offload_ttft import COLD, DISK, MEMORY, came_from
 from benchmarks.pd_ttft import SETTLE_S, Side, prompt, time_to_first_token
 from scripts.models import tiny_model_dir
@@ -27,11 +31,13 @@ from vllm_pd.sim.kv_bytes import kv_bytes_per_token
 
 NAME = "What a miss costs, and from which length on a hit pays"
 
-SIZES = Sizes(memory=96 << 20, block_tokens=32, gpu_blocks=448, max_model_len=2560)
+SIZES = Sizes(memory=256 << 20, block_tokens=32, gpu_blocks=448, max_model_len=2560)
 AT_ONCE = 8
 TOKENS = 1500
-BATCH, PAIRS = 32, 9
-QUICK_BATCH, QUICK_PAIRS = 8, 3
+BATCH, ROUNDS = 16, 24
+QUICK_BATCH, QUICK_ROUNDS = 8, 3
+STARTS_AT_ONCE = 2
+"""Of servers: a start computes on one core for most of its time."""
 THROUGHPUT = 0.99
 
 LENGTHS = (64, 96, 160, 256, 384, 512, 1024, 2048)
@@ -47,67 +53,95 @@ Seconds = dict[tuple[int, str], list[float]]
 
 def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
     """Both measurements."""
+    names = [NOTHING, OURS, VLLM] + ([LMCACHE] if importlib.util.find_spec("lmcache") else [])
     with tempfile.TemporaryDirectory(prefix="offload-", dir=scratch_folder()) as scratch, ExitStack() as stack:
-        blocks, logs = Path(scratch) / "blocks", Path(scratch) / "logs"
-        for place in (blocks, logs):
-            place.mkdir(parents=True)
-        progress("starting a server with tiers, which loads whatever it costs, and one without")
+        progress(f"starting {len(names)} servers: {', '.join(names)}")
         model = tiny_model_dir()
-        starts = [
-            running(OURS, model, SIZES, blocks, logs, load_gate="always"),
-            running(NOTHING, model, SIZES, blocks, logs),
-        ]
-        # A start computes on one core for most of its time.
-        with ThreadPoolExecutor(len(starts)) as pool:
-            on, off = pool.map(stack.enter_context, starts)
-        sides = {name: Side(system.url, [system.worker]) for name, system in ((OURS, on), (NOTHING, off))}
+
+        def start(name: str) -> System:
+            place = Path(scratch) / name.split()[0]
+            blocks, logs = place / "blocks", place / "logs"
+            for folder in (blocks, logs):
+                folder.mkdir(parents=True)
+            # What ours loads is measured whatever it costs.
+            gate = {"load_gate": "always"} if name == OURS else {}
+            return stack.enter_context(running(name, model, SIZES, blocks, logs, **gate))
+
+        with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
+            systems = dict(zip(names, pool.map(start, names), strict=True))
+        sides = {name: Side(system.url, system.groups) for name, system in systems.items()}
         for side in sides.values():
             stack.callback(side.wake)
-        rows, targets = _throughput({OURS: on, NOTHING: off}, sides, quick)
-        more_rows, more_targets = _break_even(on, kv_bytes_per_token(model, DTYPE), quick)
+        rows, targets = _throughput(systems, sides, quick)
+        sides[OURS].wake()
+        more_rows, more_targets = _break_even(systems[OURS], kv_bytes_per_token(model, DTYPE), quick)
     return rows + more_rows, targets + more_targets
 
 
 def _throughput(
     systems: Mapping[str, System], sides: Mapping[str, Side], quick: bool
 ) -> tuple[list[dict[str, Any]], list[Target]]:
-    """Leaves the one with tiers awake and the other stopped."""
+    """Leaves all of them stopped."""
     rng = random.Random(3)
-    batch, pairs = (QUICK_BATCH, QUICK_PAIRS) if quick else (BATCH, PAIRS)
-    taken: dict[str, list[float]] = {OURS: [], NOTHING: []}
-    worked: dict[str, list[float]] = {OURS: [], NOTHING: []}
-    for name in systems:
-        _batch(systems[name].url, [prompt(rng, TOKENS) for _ in range(batch)])
+    batch, rounds = (QUICK_BATCH, QUICK_ROUNDS) if quick else (BATCH, ROUNDS)
+    taken: dict[str, list[float]] = {name: [] for name in systems}
+    worked: dict[str, list[float]] = {name: [] for name in systems}
+    written: dict[str, list[int]] = {name: [] for name in systems}
+    for name, system in systems.items():
+        _batch(system.url, [prompt(rng, TOKENS) for _ in range(batch)])
+        _settle(system)
         sides[name].pause()
-    for number in range(pairs):
-        progress(f"pair {number + 1} of {pairs}")
-        order = list(sides) if number % 2 else list(reversed(sides))
-        for name in order:
+    names = list(systems)
+    for number in range(rounds):
+        progress(f"round {number + 1} of {rounds}")
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            system = systems[name]
             sides[name].wake()
             # A moment to catch up with their clocks.
             time.sleep(SETTLE_S)
-            before = systems[name].cpu_seconds()
-            taken[name].append(_batch(systems[name].url, [prompt(rng, TOKENS) for _ in range(batch)]))
-            worked[name].append(systems[name].cpu_seconds() - before)
+            cpu, disk = system.cpu_seconds(), system.disk_bytes()[1]
+            taken[name].append(_batch(system.url, [prompt(rng, TOKENS) for _ in range(batch)]))
+            _settle(system)
+            worked[name].append(system.cpu_seconds() - cpu)
+            written[name].append(system.disk_bytes()[1] - disk)
             sides[name].pause()
-    sides[OURS].wake()
-    if loaded := systems[OURS].loaded_tokens():
-        raise SystemExit(f"{loaded:.0f} tokens of prompts that nobody asked for before came from the tiers.")
-    ratio = round(statistics.median(a / b for a, b in zip(taken[NOTHING], taken[OURS], strict=True)), 4)
+    for name, system in systems.items():
+        sides[name].wake()
+        if loaded := system.loaded_tokens():
+            raise SystemExit(
+                f"{name}: {loaded:.0f} tokens of prompts that nobody asked for before came from the tiers."
+            )
+        sides[name].pause()
+    ratios = {name: [a / b for a, b in zip(taken[NOTHING], seconds, strict=True)] for name, seconds in taken.items()}
+    over = {name: round(statistics.median(each), 4) for name, each in ratios.items()}
     rows = [
         {
             "server": name,
-            "prompts": batch * pairs,
+            "prompts": batch * rounds,
             "tokens": TOKENS,
             "at once": AT_ONCE,
             "tokens/s p50": round(batch * TOKENS / statistics.median(seconds)),
             "tokens/s min": round(batch * TOKENS / max(seconds)),
             "tokens/s max": round(batch * TOKENS / min(seconds)),
+            f"over {NOTHING} p50": over[name],
+            "in 95%": "{:.3f}-{:.3f}".format(*median_interval(ratios[name])),
             "CPU ms a prompt": round(statistics.median(worked[name]) / batch * 1e3, 1),
+            "MB to disk a prompt": round(statistics.median(written[name]) / batch / 1e6, 2),
         }
         for name, seconds in taken.items()
     ]
-    return rows, [Target.at_least("throughput of new prompts with tiers over without", ratio, THROUGHPUT)]
+    peer = max(over[name] for name in systems if name not in (OURS, NOTHING))
+    return rows, [
+        Target.at_least("throughput of new prompts with tiers over without", over[OURS], THROUGHPUT),
+        Target.at_least("throughput of new prompts over the faster peer's", round(over[OURS] / peer, 4), 1.0),
+    ]
+
+
+def _settle(system: System) -> None:
+    """Until what it stores is on the disk, not only on its way there: the next one is not to be measured beside it."""
+    system.settle()
+    os.sync()
 
 
 def _batch(url: str, prompts: Sequence[list[int]]) -> float:

@@ -50,15 +50,16 @@ class System:
     Attributes:
         folder: where its blocks are on the disk.
         server: LMCache's, which holds the blocks outside the worker.
+        groups: process groups of both, by leader.
     """
 
     worker: LocalWorker
     folder: Path
     server: LMCacheServer | None = None
-    _groups: list[int] = field(init=False)
+    groups: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._groups = [self.worker.process.pid] + ([self.server.process.pid] if self.server else [])
+        self.groups = [self.worker.process.pid] + ([self.server.process.pid] if self.server else [])
 
     @property
     def url(self) -> str:
@@ -71,7 +72,7 @@ class System:
     def disk_bytes(self) -> tuple[int, int]:
         """Read from and written to disks by all its processes, ever."""
         read = written = 0
-        for pid in _members(self._groups):
+        for pid in _members(self.groups):
             # A process that ends meanwhile.
             with contextlib.suppress(OSError):
                 values = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
@@ -81,7 +82,7 @@ class System:
     def cpu_seconds(self) -> float:
         """Of the processes that it has now."""
         seconds = 0.0
-        for pid in _members(self._groups):
+        for pid in _members(self.groups):
             with contextlib.suppress(OSError):
                 seconds += cpu_seconds(pid)
         return seconds

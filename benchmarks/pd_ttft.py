@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.common import Report, Target, parse_arguments, progress
 from scripts.models import smollm2_dir, tiny_model_dir
-from vllm_pd.graph.local import LocalCluster, LocalWorker
+from vllm_pd.graph.local import LocalCluster
 
 MODEL = "m"
 REQUEST_DEADLINE_S = 120.0
@@ -75,7 +75,8 @@ def run(case: Case, model: Path, report: Report) -> None:
         worker_args=("--served-model-name", MODEL), env={"VLLM_PD_LEASE_S": "600"}, router_args=("--disagg", "always"),
     ) as cluster:  # fmt: skip
         plain, decode = cluster.of_role(None)[0], cluster.worker("decode-0")
-        sides = (Side(plain.url, [plain]), Side(cluster.router_url, [cluster.worker("prefill-0"), decode]))
+        split = [cluster.worker("prefill-0").process.pid, decode.process.pid]
+        sides = (Side(plain.url, [plain.process.pid]), Side(cluster.router_url, split))
         with ExitStack() as at_the_end:
             for side in sides:
                 side.pause()
@@ -117,11 +118,15 @@ def measure(case: Case, plain: Side, split: Side, report: Report) -> None:
 
 
 class Side:
-    """An endpoint and the servers behind it, which are stopped while the other side is measured."""
+    """An endpoint and the servers behind it, which are stopped while another side is measured.
 
-    def __init__(self, url: str, workers: Sequence[LocalWorker]) -> None:
+    Args:
+        groups: process groups of the servers, by leader.
+    """
+
+    def __init__(self, url: str, groups: Sequence[int]) -> None:
         self._url = url
-        self._workers = workers
+        self._groups = groups
 
     def ask(self, prompts: Sequence[list[int]]) -> list[float]:
         """Seconds to the first token of each prompt, one after the other."""
@@ -142,8 +147,8 @@ class Side:
         self._send(signal.SIGCONT)
 
     def _send(self, number: signal.Signals) -> None:
-        for worker in self._workers:
-            os.killpg(worker.process.pid, number)
+        for group in self._groups:
+            os.killpg(group, number)
 
 
 def _ms(seconds: float) -> float:

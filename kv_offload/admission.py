@@ -48,14 +48,12 @@ class Sightings:
         least: NDArray[np.uint8] = self._table[self._rows, self._places(keys)].min(axis=0)
         return least
 
-    def add(self, keys: Sequence[bytes]) -> None:
-        """A request had these. They are different from one another."""
-        if not keys:
-            return
+    def add(self, keys: Sequence[bytes]) -> NDArray[np.uint8]:
+        """A request had these. They are different from one another. Returns the counts before."""
         places = self._places(keys)
-        found = self._table[self._rows, places]
+        least: NDArray[np.uint8] = self._table[self._rows, places].min(axis=0)
         # Only the smallest of a key's counters can be right, so only those grow: fewer are counted too high.
-        grown = np.minimum(found.min(axis=0), _MOST - 1) + np.uint8(1)
+        grown = np.minimum(least, _MOST - 1) + np.uint8(1)
         for row in range(_ROWS):
             np.maximum.at(self._table[row], places[row], grown)
         self._until_halving -= len(keys)
@@ -63,6 +61,7 @@ class Sightings:
             self._until_halving = self._sample
             halved = self._table.tobytes().translate(_HALF)
             self._table = np.frombuffer(bytearray(halved), dtype=np.uint8).reshape(self._table.shape)
+        return least
 
     def _places(self, keys: Sequence[bytes]) -> NDArray[np.intp]:
         """(row, key): the counter of each key in each row."""
@@ -137,6 +136,4 @@ class Admission:
 
     def seen(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """A request had these blocks. Returns which of them an earlier one had, too."""
-        again = self._sightings.count(keys) > 0
-        self._sightings.add(keys)
-        return again
+        return self._sightings.add(keys) > 0

@@ -82,8 +82,10 @@ class Shadow:
         self._ghosts.clear()
 
     def _evict(self, count: int, held_once: int) -> None:
-        """Args:
-        held_once: keys that belong to `_once` besides those that are there.
+        """The oldest go.
+
+        Args:
+            held_once: keys that belong to `_once` besides those that are there.
         """
         once, again, ghosts = self._once, self._again, self._ghosts
         most_once = self.share * self.capacity

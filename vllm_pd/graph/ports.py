@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
+from collections import deque
 
 LOOPBACK = "127.0.0.1"
 _CONNECT_TIMEOUT_S = 1.0
+_MOST_HELD = 128
+_held: deque[socket.socket] = deque()
+"""Oldest first: bound, not listening. Whoever asks the kernel for any free port, or connects from one, gets another,
+and a server that sets SO_REUSEADDR, as servers do, can listen all the same. A server that binds its port only after
+seconds of imports otherwise finds, now and then, that somebody else listens there."""
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port that was free a moment ago. Nothing reserves it: bind it soon."""
+    """A free port, as `free_ports`."""
     return free_ports(1, host)[0]
 
 
 def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """`count` different ports that were free a moment ago."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
-        for each in sockets:
-            each.bind((host, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    """`count` different ports that are free, and kept so for servers that set SO_REUSEADDR.
+
+    They are kept until this process ends or has asked for many more.
+    """
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
+    _held.extend(sockets)
+    for each in sockets:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        each.bind((host, 0))
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    while len(_held) > max(_MOST_HELD, count):
+        _held.popleft().close()
+    return ports
 
 
 def is_listening(port: int, host: str = LOOPBACK) -> bool:

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 
 import pytest
 
-from benchmarks.common import Report, Target, cpu_seconds, percentile, table
+from benchmarks.common import Report, Target, cpu_seconds, median_interval, percentile, table
 
 
 @pytest.mark.parametrize(("percent", "value"), [(0, 1), (1, 1), (50, 50), (99, 99), (99.5, 100), (100, 100)])
@@ -51,3 +52,13 @@ def test_a_target_may_be_a_least_value() -> None:
 def test_rows_of_another_kind_are_another_table(capsys: pytest.CaptureFixture[str]) -> None:
     Report("b", [{"a": 1}, {"a": 2}, {"other": 3}]).show(as_json=False)
     assert capsys.readouterr().out.endswith("a\n-\n1\n2\n\nother\n-----\n    3\n")
+
+
+@pytest.mark.parametrize("count", [1, 6, 25])
+def test_an_interval_holds_the_median_in_nineteen_of_twenty_cases(count: int) -> None:
+    rng = random.Random(5)
+    held = 0
+    for _ in range(400):
+        low, high = median_interval([rng.gauss(1, 0.1) for _ in range(count)])
+        held += low <= 1 <= high
+    assert held >= 370 if count > 1 else held == 0
