@@ -310,11 +310,9 @@ async def test_a_machine_that_is_too_small_is_refused_before_anything_starts(
 
 
 async def test_a_port_that_is_taken_is_said_before_anything_starts(folder: RunFolder, programs: Path) -> None:
-    port = free_port()
-    graph = check(Frontend(port=port).link(Worker(1)).graph("g", model="m"))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        graph = check(Frontend(port=port).link(Worker(1)).graph("g", model="m"))
         supervisor = Supervisor(graph, CPU, folder, programs=programs, environ={}, run="0123")
         with pytest.raises(GraphError, match=rf"Port {port} of frontend-0 is taken; .*--set frontend\.port=NUMBER"):
             await supervisor.start()
