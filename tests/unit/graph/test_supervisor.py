@@ -20,7 +20,7 @@ from vllm_pd.graph import runs
 from vllm_pd.graph.check import check
 from vllm_pd.graph.machine import Machine
 from vllm_pd.graph.model import Decode, Frontend, Graph, Limits, Planner, Prefill, RestartRule, Router, Worker
-from vllm_pd.graph.ports import free_port, is_listening
+from vllm_pd.graph.ports import is_listening
 from vllm_pd.graph.runs import RunFolder, read_record
 from vllm_pd.graph.status import GraphState, GraphStatus, Phase
 from vllm_pd.graph.supervisor import Supervisor
