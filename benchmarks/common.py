@@ -115,7 +115,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """What holds, in 95 of 100 cases, the median of what these few are a sample of: two of their order statistics."""
+    """What holds, in 95 of 100 cases, the median of what these few are a sample of: two of their order statistics.
+
+    Of fewer than six it is their range, which holds it less often.
+    """
     ordered = sorted(values)
     below = max(0, int((len(ordered) - 1.96 * len(ordered) ** 0.5) / 2))
     return ordered[below], ordered[-1 - below]

@@ -10,7 +10,6 @@ same server's gate would have decided.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import statistics
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Target, median_interval, progress, scratch_folder
-from benchmarks.offload_peers import DTYPE, LMCACHE, NOTHING, OURS, VLLM, Sizes, System, running
+from benchmarks.offload_peers import DTYPE, NOTHING, OURS, Sizes, System, installed, running
 from benchmarks.offload_ttft import COLD, DISK, MEMORY, came_from
 from benchmarks.pd_ttft import SETTLE_S, Side, prompt, time_to_first_token
 from scripts.models import tiny_model_dir
@@ -53,33 +52,30 @@ Seconds = dict[tuple[int, str], list[float]]
 
 def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
     """Both measurements."""
-    names = [NOTHING, OURS, VLLM] + ([LMCACHE] if importlib.util.find_spec("lmcache") else [])
+    names = [NOTHING, *installed()]
     with tempfile.TemporaryDirectory(prefix="offload-", dir=scratch_folder()) as scratch, ExitStack() as stack:
         progress(f"starting {len(names)} servers: {', '.join(names)}")
         model = tiny_model_dir()
 
         def start(name: str) -> System:
-            place = Path(scratch) / name.split()[0]
-            blocks, logs = place / "blocks", place / "logs"
-            for folder in (blocks, logs):
-                folder.mkdir(parents=True)
             # What ours loads is measured whatever it costs.
             gate = {"load_gate": "always"} if name == OURS else {}
-            return stack.enter_context(running(name, model, SIZES, blocks, logs, **gate))
+            return stack.enter_context(running(name, model, SIZES, Path(scratch), **gate))
 
         with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
             systems = dict(zip(names, pool.map(start, names), strict=True))
         sides = {name: Side(system.url, system.groups) for name, system in systems.items()}
         for side in sides.values():
             stack.callback(side.wake)
-        rows, targets = _throughput(systems, sides, quick)
+        token_bytes = kv_bytes_per_token(model, DTYPE)
+        rows, targets = _throughput(systems, sides, token_bytes, quick)
         sides[OURS].wake()
-        more_rows, more_targets = _break_even(systems[OURS], kv_bytes_per_token(model, DTYPE), quick)
+        more_rows, more_targets = _break_even(systems[OURS], token_bytes, quick)
     return rows + more_rows, targets + more_targets
 
 
 def _throughput(
-    systems: Mapping[str, System], sides: Mapping[str, Side], quick: bool
+    systems: Mapping[str, System], sides: Mapping[str, Side], token_bytes: int, quick: bool
 ) -> tuple[list[dict[str, Any]], list[Target]]:
     """Leaves all of them stopped."""
     rng = random.Random(3)
@@ -87,8 +83,11 @@ def _throughput(
     taken: dict[str, list[float]] = {name: [] for name in systems}
     worked: dict[str, list[float]] = {name: [] for name in systems}
     written: dict[str, list[int]] = {name: [] for name in systems}
+    # Host memory is filled once, by pages that the kernel has to provide, and then turned over for ever.
+    filling = SIZES.memory // (TOKENS * token_bytes) + AT_ONCE
     for name, system in systems.items():
-        _batch(system.url, [prompt(rng, TOKENS) for _ in range(batch)])
+        progress(f"filling host memory: {name}")
+        _batch(system.url, [prompt(rng, TOKENS) for _ in range(filling)])
         _settle(system)
         sides[name].pause()
     names = list(systems)
@@ -105,14 +104,9 @@ def _throughput(
             _settle(system)
             worked[name].append(system.cpu_seconds() - cpu)
             written[name].append(system.disk_bytes()[1] - disk)
+            if loaded := system.loaded_tokens():
+                raise SystemExit(f"{name}: {loaded:.0f} tokens of new prompts came from the tiers.")
             sides[name].pause()
-    for name, system in systems.items():
-        sides[name].wake()
-        if loaded := system.loaded_tokens():
-            raise SystemExit(
-                f"{name}: {loaded:.0f} tokens of prompts that nobody asked for before came from the tiers."
-            )
-        sides[name].pause()
     ratios = {name: [a / b for a, b in zip(taken[NOTHING], seconds, strict=True)] for name, seconds in taken.items()}
     over = {name: round(statistics.median(each), 4) for name, each in ratios.items()}
     rows = [
@@ -125,7 +119,7 @@ def _throughput(
             "tokens/s min": round(batch * TOKENS / max(seconds)),
             "tokens/s max": round(batch * TOKENS / min(seconds)),
             f"over {NOTHING} p50": over[name],
-            "in 95%": "{:.3f}-{:.3f}".format(*median_interval(ratios[name])),
+            "interval of p50": "{:.3f}-{:.3f}".format(*median_interval(ratios[name])),
             "CPU ms a prompt": round(statistics.median(worked[name]) / batch * 1e3, 1),
             "MB to disk a prompt": round(statistics.median(written[name]) / batch / 1e6, 2),
         }

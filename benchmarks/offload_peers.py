@@ -7,12 +7,13 @@ offload there; its manager and its file tier get our worker for the copies betwe
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ SETTLE_DEADLINE_S = 60.0
 OURS, VLLM, LMCACHE, NOTHING = "vllm-pd", "vLLM tiering (fs)", "LMCache", "no tiers"
 
 
+def installed() -> list[str]:
+    """Those that can run here, ours first."""
+    return [OURS, VLLM] + ([LMCACHE] if importlib.util.find_spec("lmcache") else [])
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Of every system alike. Host memory in bytes; the disk is large enough for all."""
@@ -50,16 +56,16 @@ class System:
     Attributes:
         folder: where its blocks are on the disk.
         server: LMCache's, which holds the blocks outside the worker.
-        groups: process groups of both, by leader.
     """
 
     worker: LocalWorker
     folder: Path
     server: LMCacheServer | None = None
-    groups: list[int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.groups = [self.worker.process.pid] + ([self.server.process.pid] if self.server else [])
+    @property
+    def groups(self) -> list[int]:
+        """Process groups of both, by leader."""
+        return [self.worker.process.pid] + ([self.server.process.pid] if self.server else [])
 
     @property
     def url(self) -> str:
@@ -109,15 +115,22 @@ class System:
 
 
 @contextmanager
-def running(name: str, model: Path, sizes: Sizes, folder: Path, logs: Path, **settings: Any) -> Iterator[System]:
-    """Start it. What is in `folder` from an earlier run is found again. `settings` are further ones of the worker.
+def running(name: str, model: Path, sizes: Sizes, place: Path, **settings: Any) -> Iterator[System]:
+    """Start it.
+
+    Args:
+        place: for the folders of all systems; what one left there in an earlier run it finds again.
+        settings: further ones of the worker.
 
     Raises:
         ProcessError: it did not start.
     """
+    folder, logs = (place / name.split()[0] / part for part in ("blocks", "logs"))
+    for each in (folder, logs):
+        each.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         server = stack.enter_context(_server(name, sizes, folder, logs))
-        file = logs / f"{name.split()[0]}.yaml"
+        file = logs / "worker.yaml"
         file.write_text(yaml.safe_dump({**_settings(name, sizes, folder, server), **settings}))
         cluster = LocalCluster(
             model=model, both=1, store=False, router=False, max_model_len=sizes.max_model_len,

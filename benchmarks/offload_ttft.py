@@ -8,7 +8,6 @@ processes read from disks meanwhile. An answer that came from elsewhere is not i
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import statistics
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Target, progress, scratch_folder
-from benchmarks.offload_peers import DTYPE, LMCACHE, OURS, VLLM, Sizes, System, running
+from benchmarks.offload_peers import DTYPE, OURS, Sizes, System, installed, running
 from benchmarks.pd_ttft import prompt, time_to_first_token
 from scripts.models import tiny_model_dir
 from vllm_pd.sim.kv_bytes import kv_bytes_per_token
@@ -76,26 +75,22 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
     """Measure every system that is installed. `quick`: see `QUICK`; the three servers' starts are most of its time."""
     plan = QUICK if quick else FULL
     found: Measured = {}
-    names = [OURS, VLLM] + ([LMCACHE] if importlib.util.find_spec("lmcache") else [])
+    names = installed()
     model = tiny_model_dir()
     with tempfile.TemporaryDirectory(prefix="offload-", dir=scratch_folder()) as scratch:
         for name in names:
-            place = Path(scratch) / name.split()[0]
-            folder, logs = place / "blocks", place / "logs"
-            folder.mkdir(parents=True)
-            logs.mkdir()
-            _measure(name, model, folder, logs, plan, found)
+            _measure(name, model, Path(scratch), plan, found)
     return rows(found), targets(found, names, plan.lengths)
 
 
-def _measure(name: str, model: Path, folder: Path, logs: Path, plan: Plan, found: Measured) -> None:
+def _measure(name: str, model: Path, place: Path, plan: Plan, found: Measured) -> None:
     """All kinds of one system. Every system gets the same prompts."""
     rng = random.Random(11)
     prompts = {length: [prompt(rng, length) for _ in range(plan.prompts)] for length in plan.lengths}
     token_bytes = kv_bytes_per_token(model, DTYPE)
     asker = _Asker(name, token_bytes, found)
     progress(f"{name}: starting")
-    with running(name, model, plan.sizes, folder, logs) as system:
+    with running(name, model, plan.sizes, place) as system:
         asker.warm_up(system, rng)
         for length in plan.lengths:
             progress(f"{name}: {length} tokens, computed and from host memory")
@@ -112,7 +107,7 @@ def _measure(name: str, model: Path, folder: Path, logs: Path, plan: Plan, found
         system.settle()
     if plan.restart:
         progress(f"{name}: starting again")
-        with running(name, model, plan.sizes, folder, logs) as system:
+        with running(name, model, plan.sizes, place) as system:
             asker.warm_up(system, rng)
             for length in plan.lengths:
                 progress(f"{name}: {length} tokens, from the disk after a restart")
