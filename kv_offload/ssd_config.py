@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.block_io.choose import IOBackend
+from vllm_pd.kv_offload.segments.config import MAX_SEGMENT_BYTES, READERS
 from vllm_pd.kv_offload.segments.folder import unusable
 from vllm_pd.layered import nearest
 from vllm_pd.tier_choices import DEFAULT_WRITES_PER_DAY
@@ -45,8 +46,8 @@ class SsdConfig:
     identity: str
     floor_bytes: int | None = None
     backend: IOBackend = IOBackend.AUTO
-    segment_bytes: int = 256 * MIB
-    readers: int = 4
+    segment_bytes: int = MAX_SEGMENT_BYTES
+    readers: int = READERS
     load_deadline_s: float = 10.0
     writes_per_day: float = DEFAULT_WRITES_PER_DAY
 

@@ -26,6 +26,10 @@ Words = NDArray[np.uint64]
 UNREAD, DONE, REFUSED = 0, 1, 2
 """States of a block: not looked at, or it could not be read; summed and copied; its gate was closed."""
 
+REQUEST_BYTES = 1 << 20
+"""The most that is read at once: a disk needs no more if several readers ask, and it is still in the cache when it is
+summed and copied."""
+
 IN_MEMORY = -1
 """In place of a descriptor: nothing is to be read."""
 
@@ -37,7 +41,8 @@ class Runs:
     Attributes:
         fds: descriptors, as int32; what is negative and not `IN_MEMORY` is not read.
         offsets: in the file, bytes, as int64.
-        counts: of blocks, as int64; all of them together are the blocks of the call, in its order.
+        counts: of blocks, as int64; all of them together are the blocks of the call, in its order. One where a block is
+            longer than a request.
     """
 
     fds: NDArray[np.int32]
@@ -60,6 +65,7 @@ def run(
     gates: Words | None = None,
     runs: Runs | None = None,
     pread: int = 0,
+    request: int = REQUEST_BYTES,
 ) -> tuple[Words, NDArray[np.int8]]:
     """Sums over the padded blocks, and copies of them.
 
@@ -73,9 +79,12 @@ def run(
         gates: of each block, where `Gate.address` tells whether its target may be written to; 0 for none.
         runs: what is read first; nothing by default.
         pread: address of the function that reads, as pread(2); called without Python's lock.
+        request: bytes. A longer block is read in pieces of this size, whole pages, each summed and copied, inside its
+            gate, before the next is read to the same place.
 
     Returns:
-        For each block its sum, and its state: only with `DONE` was anything summed, or its target touched.
+        For each block its sum, and its state: only with `DONE` is there a sum and a copy. The target of another was not
+        touched, or holds the beginning of a block that was read in pieces.
     """
     count = len(seeds)
     sums, states = np.zeros(count, np.uint64), np.zeros(count, np.int8)
@@ -93,6 +102,7 @@ def run(
         gates,
         stride,
         size,
+        request,
         padded_sources,
         seeds,
         sums,
@@ -113,7 +123,8 @@ def _compiled() -> Callable[..., None]:
     memmove = ctypes.CDLL(None).memmove
     memmove.argtypes = [ctypes.c_size_t] * 3
     memmove.restype = ctypes.c_size_t
-    xxh3, fence = xxh3_of.build()
+    xxh3 = xxh3_of.build()
+    sum_begin, sum_add, sum_end, fence = xxh3.begin, xxh3.add, xxh3.end, xxh3.fence
     add, call_pread = gate.intrinsic(), _pread_intrinsic()
     u64: Any = np.uint64
     i64: Any = np.int64
@@ -132,42 +143,92 @@ def _compiled() -> Callable[..., None]:
             done += moved
         return True
 
+    @numba.njit
+    def enter(gate_word):  # type: ignore[no-untyped-def]
+        """Whether the target may be written to, until `leave`."""
+        if gate_word != none and add(gate_word, i64(1)) < 0:
+            add(gate_word, i64(-1))
+            return False
+        return True
+
+    @numba.njit
+    def leave(gate_word):  # type: ignore[no-untyped-def]
+        if gate_word != none:
+            # The copy goes past the cache: whoever finds the gate closed must find it made, too.
+            fence()
+            add(gate_word, i64(-1))
+
+    @numba.njit
+    def in_pieces(  # type: ignore[no-untyped-def]
+        pread, fd, offset, request, source, target, gate_word, stride, seed, secret, lanes
+    ):
+        """Sum and state of a block that is longer than a request."""
+        sum_begin(seed, secret, lanes)
+        done = u64(0)
+        while True:
+            length = min(request, stride - done)
+            if not read(pread, fd, source, i64(length), offset + i64(done)):
+                return none, UNREAD
+            if not enter(gate_word):
+                return none, REFUSED
+            if done + length == stride:
+                found = sum_end(source, target + done, length, stride, secret, lanes)
+                leave(gate_word)
+                return found, DONE
+            sum_add(source, target + done, length, secret, lanes)
+            leave(gate_word)
+            done += length
+
     def loop(  # type: ignore[no-untyped-def]
-        pread, fds, offsets, counts, sources, targets, gates, stride, size, padded_sources, seeds, sums, states
+        pread, fds, offsets, counts, sources, targets, gates, stride, size, request, padded_sources, seeds, sums, states
     ):
         secret, lanes = np.empty(secret_words, np.uint64), np.empty(lane_words, np.uint64)
         following = i64(0)
         for run in range(len(counts)):
             first, following, fd = following, following + counts[run], fds[run]
             if fd != in_memory:
-                length = counts[run] * i64(stride)
-                if fd < 0 or not read(pread, fd, sources[first], length, offsets[run]):
+                if fd < 0:
+                    continue
+                source, target = sources[first], targets[first]
+                if stride > request and size == stride and source != none and target != none and target % align == none:
+                    sums[first], states[first] = in_pieces(
+                        pread,
+                        fd,
+                        offsets[run],
+                        request,
+                        source,
+                        target,
+                        gates[first],
+                        stride,
+                        seeds[first],
+                        secret,
+                        lanes,
+                    )
+                    continue
+                if not read(pread, fd, sources[first], counts[run] * i64(stride), offsets[run]):
                     continue
             for i in range(first, following):
                 source, target, gate_word = sources[i], targets[i], gates[i]
                 if source == none:
                     continue
-                if gate_word != none and add(gate_word, i64(1)) < 0:
-                    add(gate_word, i64(-1))
+                if not enter(gate_word):
                     states[i] = REFUSED
                     continue
                 if size != stride or target % align != none:
                     if target != none:
                         memmove(target, source, size)
                     source, target = source if padded_sources else target, none
-                sums[i] = xxh3(source, target, stride, seeds[i], secret, lanes)
-                if gate_word != none:
-                    # The copy goes past the cache: whoever finds the gate closed must find it made, too.
-                    fence()
-                    add(gate_word, i64(-1))
+                sum_begin(seeds[i], secret, lanes)
+                sums[i] = sum_end(source, target, stride, stride, secret, lanes)
+                leave(gate_word)
                 states[i] = DONE
         fence()
 
     words, signed = "uint64[::1]", "int64[::1]"
     # The explicit signature compiles now.
     build: Callable[[Any], Callable[..., None]] = numba.njit(
-        f"void(uint64, int32[::1], {signed}, {signed}, {words}, {words}, {words}, uint64, uint64, boolean, {words}, "
-        f"{words}, int8[::1])",
+        f"void(uint64, int32[::1], {signed}, {signed}, {words}, {words}, {words}, uint64, uint64, uint64, boolean, "
+        f"{words}, {words}, int8[::1])",
         nogil=True,
     )
     return build(loop)

@@ -21,6 +21,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 BATCH_BYTES = 16 * MIB
+MAX_SEGMENT_BYTES = 256 * MIB
+READERS = 8
 
 _SEGMENTS_IN_BUDGET = 8
 """One of them is kept free to write to while another is being emptied, so fewer would waste much of a small budget."""
@@ -58,13 +60,13 @@ class StoreConfig:
     block_bytes: int
     budget_bytes: int
     floor_bytes: int
-    max_segment_bytes: int = 256 * MIB
+    max_segment_bytes: int = MAX_SEGMENT_BYTES
     batch_bytes: int = BATCH_BYTES
     staging_bytes: int = 64 * MIB
     backlog_bytes: int = GIB
     put_wait_s: float = 2.0
-    readers: int = 6
-    read_bytes: int = 8 * MIB
+    readers: int = READERS
+    read_bytes: int = 6 * MIB
     rewrite_share: float = 0.25
     open_files: int = 256
     about: Mapping[str, str] = field(default_factory=dict)

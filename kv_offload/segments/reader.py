@@ -21,7 +21,7 @@ import numpy as np
 from vllm_pd.kv_offload.block_io.aligned import AlignedMemory
 from vllm_pd.kv_offload.block_io.base import BlockIO, OpenFile, Piece
 from vllm_pd.kv_offload.block_io.merge import LONG_BYTES
-from vllm_pd.kv_offload.segments.block_pass import Runs
+from vllm_pd.kv_offload.segments.block_pass import REQUEST_BYTES, Runs
 from vllm_pd.kv_offload.segments.config import StoreConfig
 from vllm_pd.kv_offload.segments.counters import Complaints, Counters
 from vllm_pd.kv_offload.segments.delivery import Delivery
@@ -36,9 +36,6 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 PART_BYTES = 4 << 20
 """Of a load, for one reader: a long load is read by several, each of which checks one part while others read."""
-
-REQUEST_BYTES = 2 << 20
-"""Neighbours are read at once up to this: a disk needs no more, and it is still in the cache when it is copied."""
 
 _NO_FILE = -2
 """In place of a descriptor: what cannot be opened, which is not read."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,9 @@ SECRET: NDArray[np.uint64] = np.frombuffer(
 ).astype(np.uint64)
 
 _BLOCK_STRIPES = 16
+PIECE_BYTES = STRIPE_BYTES * _BLOCK_STRIPES
+"""What all pieces but the last are multiples of, when a hash is computed piece by piece."""
+
 _LAST_SECRET = 192 - STRIPE_BYTES - 7
 _MERGE_SECRET = 11
 _P32_1, _P32_2, _P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
@@ -45,15 +49,29 @@ _P64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2
 _AVALANCHE = 0x165667919E3779F9
 
 
-def build() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """For use in functions that numba compiles: the hash, and the end of a copy.
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """For use in functions that numba compiles: a hash of what comes in one piece or several, and the end of a copy.
 
-    Returns:
-        `xxh3(source, target, size, seed, secret, lanes)`: the hash of `size` bytes at address `source`, a multiple of
-        `STRIPE_BYTES` over 240. Unless `target` is 0 they are copied there too; it is a multiple of `STREAM_ALIGN`.
-        `secret` and `lanes` are room for `SECRET_WORDS` and `LANES` words.
-        `fence()`: what was copied before it is there for other threads that are told after it.
+    `source` is the address of a piece. Unless `target` is 0 it is copied there too; that is a multiple of
+    `STREAM_ALIGN`. `secret` and `lanes` are room for `SECRET_WORDS` and `LANES` words: the state between the calls.
+
+    Attributes:
+        begin: `(seed, secret, lanes)`.
+        add: `(source, target, size, secret, lanes)`: a piece that is not the last, a multiple of `PIECE_BYTES`.
+        end: `(source, target, size, whole, secret, lanes)`: the last piece, which is not empty; returns the hash.
+            `whole` is the size of all pieces, a multiple of `STRIPE_BYTES` over 240.
+        fence: `()`: what was copied before it is there for other threads that are told after it.
     """
+
+    begin: Callable[..., Any]
+    add: Callable[..., Any]
+    end: Callable[..., Any]
+    fence: Callable[..., Any]
+
+
+def build() -> Functions:
+    """Compiled with whatever they are used in."""
     numba = importlib.import_module("numba")
     add_stripes, fence = _intrinsics()
     # With signed numbers each access would ask whether the index counts from the end.
@@ -61,7 +79,7 @@ def build() -> tuple[Callable[..., Any], Callable[..., Any]]:
     p32_1, p32_2, p32_3 = u64(_P32_1), u64(_P32_2), u64(_P32_3)
     p1, p2, p3, p4, p5 = (u64(prime) for prime in _P64)
     avalanche, low_half = u64(_AVALANCHE), u64(0xFFFFFFFF)
-    stripe, block, stripes = u64(STRIPE_BYTES), u64(STRIPE_BYTES * _BLOCK_STRIPES), u64(_BLOCK_STRIPES)
+    stripe, block, stripes = u64(STRIPE_BYTES), u64(PIECE_BYTES), u64(_BLOCK_STRIPES)
     last_secret, merge_secret, scramble_word = u64(_LAST_SECRET), _MERGE_SECRET, SECRET_WORDS - LANES
     default = SECRET
 
@@ -81,30 +99,40 @@ def build() -> tuple[Callable[..., Any], Callable[..., Any]]:
         return (secret[word] >> bits) | (secret[word + 1] << (u64(64) - bits))
 
     @numba.njit
-    def xxh3(source, target, size, seed, secret, lanes):  # type: ignore[no-untyped-def]
+    def begin(seed, secret, lanes):  # type: ignore[no-untyped-def]
         for i in range(0, 24, 2):
             secret[i] = default[i] + seed
             secret[i + 1] = default[i + 1] - seed
         lanes[0], lanes[1], lanes[2], lanes[3] = p32_3, p1, p2, p3
         lanes[4], lanes[5], lanes[6], lanes[7] = p4, p32_2, p5, p32_1
+
+    @numba.njit
+    def add(source, target, size, secret, lanes):  # type: ignore[no-untyped-def]
         at_lanes, at_secret, done = u64(lanes.ctypes.data), u64(secret.ctypes.data), u64(0)
-        while size - done > block:
+        while done < size:
             add_stripes(source, target, done, stripes, at_lanes, at_secret)
             for i in range(8):
                 lane = lanes[i]
                 lanes[i] = (lane ^ (lane >> u64(47)) ^ secret[scramble_word + i]) * p32_1
             done += block
+
+    @numba.njit
+    def end(source, target, size, whole, secret, lanes):  # type: ignore[no-untyped-def]
+        at_lanes, at_secret = u64(lanes.ctypes.data), u64(secret.ctypes.data)
+        # What is scrambled is followed by more, so the last of the blocks is not, though it may be a whole one.
+        done = (size - u64(1)) // block * block
+        add(source, target, done, secret, lanes)
         rest = (size - u64(1) - done) // stripe
         add_stripes(source, target, done, rest, at_lanes, at_secret)
         add_stripes(source, target, size - stripe, u64(1), at_lanes, at_secret + last_secret)
-        h = size * p1
+        h = whole * p1
         for i in range(4):
             at = merge_secret + 16 * i
             h += folded(lanes[2 * i] ^ word_at(secret, at), lanes[2 * i + 1] ^ word_at(secret, at + 8))
         h = (h ^ (h >> u64(37))) * avalanche
         return h ^ (h >> u64(32))
 
-    return xxh3, fence
+    return Functions(begin, add, end, fence)
 
 
 def _intrinsics() -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from vllm_pd.errors import SettingsError
 from vllm_pd.kv_offload.block_io.choose import IOBackend
+from vllm_pd.kv_offload.segments import StoreConfig
 from vllm_pd.kv_offload.ssd_config import GIB, MIB, ROOT_NAME, SsdConfig
 
 LEAST = {"path": "/kv", "gib": 2, "identity": "digest"}
@@ -19,6 +21,13 @@ def test_what_is_not_said_has_defaults() -> None:
     assert config == SsdConfig(Path("/kv"), 2 * GIB, "digest")
     assert config.root == Path("/kv") / ROOT_NAME
     assert config.backend is IOBackend.AUTO and config.floor_bytes is None
+
+
+def test_what_a_server_gets_by_default_is_what_the_store_is_measured_with() -> None:
+    of_the_store = {field.name: field.default for field in fields(StoreConfig)}
+    of_a_server = {field.name: field.default for field in fields(SsdConfig)}
+    assert of_a_server["readers"] == of_the_store["readers"]
+    assert of_a_server["segment_bytes"] == of_the_store["max_segment_bytes"]
 
 
 def test_everything_can_be_said() -> None:

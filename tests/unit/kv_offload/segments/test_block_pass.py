@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -154,3 +155,77 @@ def test_what_is_in_memory_and_what_is_not_go_together(file: int) -> None:
     )
     assert states.tolist() == [DONE] * 3
     assert blocks[2][:PAGE].tobytes() == three_blocks()[:PAGE].tobytes()
+
+
+class Long:
+    """A block that is longer than a request, as a file, and what reads it piece by piece."""
+
+    def __init__(self, path: Path) -> None:
+        self.stride = 6 * PAGE
+        self.content = np.random.default_rng(2).bytes(self.stride)
+        path.write_bytes(self.content)
+        self.fd = os.open(path, os.O_RDONLY)
+        self.buffer, self.target = memory(6), memory(6)
+        self.gate = Gate()
+        self.asked: list[int] = []
+        self.before_read: Callable[[int], int | None] = lambda offset: None
+
+    def run(self) -> tuple[int, int]:
+        """Its sum and its state."""
+
+        @ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_ssize_t)
+        def pread(fd: int, address: int, length: int, offset: int) -> int:
+            self.asked.append(length)
+            if (answer := self.before_read(offset)) is not None:
+                return answer
+            return os.preadv(fd, [(ctypes.c_ubyte * length).from_address(address)], offset)
+
+        sums, states = block_pass.run(
+            np.array([self.buffer.ctypes.data], np.uint64),
+            np.array([self.target.ctypes.data], np.uint64),
+            self.stride,
+            self.stride,
+            SEEDS[:1],
+            padded_sources=True,
+            gates=np.array([self.gate.address], np.uint64),
+            runs=Runs(np.array([self.fd], np.int32), np.array([0]), np.array([1])),
+            pread=ctypes.cast(pread, ctypes.c_void_p).value or 0,
+            request=4 * PAGE,
+        )
+        return int(sums[0]), int(states[0])
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Iterator[Long]:
+    found = Long(tmp_path / "block")
+    yield found
+    os.close(found.fd)
+
+
+def test_a_long_block_is_read_in_pieces_and_its_sum_is_that_of_the_whole(long: Long) -> None:
+    wanted = memory(6)
+    wanted[:] = np.frombuffer(long.content, np.uint8)
+    found, state = long.run()
+    assert (state, long.asked) == (DONE, [4 * PAGE, 2 * PAGE])
+    assert found == int(checksum.sums(wanted.ctypes.data, long.stride, SEEDS[:1])[0])
+    assert long.target.tobytes() == long.content
+    assert not long.buffer[4 * PAGE :].any(), "each piece comes to the same place"
+    assert long.gate.close(), "who entered has left"
+
+
+def test_a_long_block_is_left_alone_from_the_moment_on_when_its_gate_is_closed(long: Long) -> None:
+    def close_before_the_second_piece(offset: int) -> None:
+        if offset:
+            assert long.gate.close(), "nobody is inside while a piece is read"
+
+    long.before_read = close_before_the_second_piece
+    _, state = long.run()
+    assert state == REFUSED
+    assert not long.target[4 * PAGE :].any()
+
+
+@pytest.mark.parametrize("answer", [-1, 0, 100], ids=["error", "end of file", "part of a sector"])
+def test_a_long_block_whose_later_piece_cannot_be_read_is_unread(long: Long, answer: int) -> None:
+    long.before_read = lambda offset: answer if offset else None
+    _, state = long.run()
+    assert state == UNREAD and long.gate.close()
