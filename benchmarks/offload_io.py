@@ -1,8 +1,8 @@
 """The SSD tier: blocks written and read per second, against the bare disk and against vLLM's own file tier.
 
 All three move the same blocks of one memory, which is laid out as the CPU tier's, to and from the same disk, in turns,
-after a part of them was written and read to warm up; the best of several turns counts. Jobs come in random order when
-read, the blocks of one job in the order in which they were stored.
+after a part of them was written and read to warm up; the median of several turns counts. Jobs come in random order
+when read, the blocks of one job in the order in which they were stored.
 
 * `raw`: O_DIRECT with many requests in flight and nothing else. Like the store it writes to new files, reserved before
   (ext4 takes half of what it takes when the same file is written over), and `fdatasync` counts.
@@ -24,6 +24,7 @@ import hashlib
 import os
 import random
 import shutil
+import statistics
 import tempfile
 import time
 import zlib
@@ -263,7 +264,7 @@ TIERS: dict[str, Callable[[Path, Load], Tier]] = {"raw": RawDisk, "store": Store
 def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
     """Rows of both tables, and the targets."""
     sizes = (64 * KIB, MIB) if quick else (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
-    total, turns = (256 * MIB, 3) if quick else (512 * MIB, 5)
+    total, turns = (256 * MIB, 3) if quick else (512 * MIB, 7)
     memory = AlignedMemory(total)
     memory.view[:] = np.random.default_rng(1).bytes(total)
     rows: list[dict[str, Any]] = []
@@ -271,27 +272,31 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[Target]]:
     with _disk() as folder:
         for size in sizes:
             load = Load(memory, size, total // size)
-            best: dict[tuple[str, str], float] = {}
-            cost: dict[tuple[str, str], float] = {}
+            speeds: dict[tuple[str, str], list[float]] = {}
+            costs: dict[tuple[str, str], list[float]] = {}
             for turn in range(turns):
-                for name, make in TIERS.items():
-                    for op, speed, cpu in _turn(make, folder, load, turn):
-                        best[name, op] = max(best.get((name, op), 0.0), speed)
-                        cost[name, op] = min(cost.get((name, op), cpu), cpu)
+                names = list(TIERS)
+                # Whoever comes after another one finds the disk as that one left it.
+                random.Random(turn).shuffle(names)
+                for name in names:
+                    for op, speed, cpu in _turn(TIERS[name], folder, load, turn):
+                        speeds.setdefault((name, op), []).append(speed)
+                        costs.setdefault((name, op), []).append(cpu)
+            speed_of = {key: statistics.median(each) for key, each in speeds.items()}
             for op in ("write", "read"):
-                raw, store, fs = (best[name, op] for name in TIERS)
+                raw, store, fs = (speed_of[name, op] for name in TIERS)
                 rows.append(
                     {
                         "block KiB": size // KIB,
                         "op": op,
-                        **{f"{name} GB/s": round(best[name, op], 2) for name in TIERS},
-                        **{f"{name} CPU s/GB": round(cost[name, op], 3) for name in TIERS},
+                        **{f"{name} GB/s": round(speed_of[name, op], 2) for name in TIERS},
+                        **{f"{name} CPU s/GB": round(statistics.median(costs[name, op]), 3) for name in TIERS},
                         "store / raw": round(store / raw, 2),
                         "store / fs": round(store / fs, 2),
                     }
                 )
                 progress(f"  {rows[-1]}")
-            layers += _layer(folder, load, turns, {op: best["raw", op] for op in ("write", "read")})
+            layers += _layer(folder, load, turns, {op: speed_of["raw", op] for op in ("write", "read")})
     return rows + layers, _targets(rows)
 
 
@@ -343,7 +348,7 @@ def _layer(folder: Path, load: Load, turns: int, raw: dict[str, float]) -> list[
     backends: list[BlockIO] = [ThreadIO()]
     if why_not_nixl(folder) is None:
         backends.insert(0, choose(IOBackend.NIXL, folder))
-    best: dict[tuple[str, str], float] = {}
+    speeds: dict[tuple[str, str], list[float]] = {}
     for _ in range(turns):
         for io in backends:
             file = io.open(folder / "layer", create_bytes=load.size)
@@ -358,7 +363,7 @@ def _layer(folder: Path, load: Load, turns: int, raw: dict[str, float]) -> list[
                 _check(io.read(pieces))
 
             for op, work in (("write", written), ("read", read)):
-                best[io.name, op] = max(best.get((io.name, op), 0.0), _speed(work, len(pieces) * size))
+                speeds.setdefault((io.name, op), []).append(_speed(work, len(pieces) * size))
             file.close()
             (folder / "layer").unlink()
             os.sync()
@@ -369,10 +374,10 @@ def _layer(folder: Path, load: Load, turns: int, raw: dict[str, float]) -> list[
             "block KiB": load.block_bytes // KIB,
             "op": op,
             "backend": name,
-            "GB/s": round(speed, 2),
-            "share of raw": round(speed / raw[op], 2),
+            "GB/s": round(statistics.median(each), 2),
+            "share of raw": round(statistics.median(each) / raw[op], 2),
         }
-        for (name, op), speed in sorted(best.items(), key=lambda item: item[0][1], reverse=True)
+        for (name, op), each in sorted(speeds.items(), key=lambda item: item[0][1], reverse=True)
     ]
 
 
