@@ -145,6 +145,11 @@ def too_dear(now: Split, after: Split, config: PlannerConfig) -> str:
     return f"{after} instead of {now} would not make up within {config.payback_s:.0f} s for what the move itself costs."
 
 
+def gradually(enough: int, rest_s: float, one_of: int) -> str:
+    """Why none of those that are too many goes just now."""
+    return f"{enough} workers would be enough, but within {rest_s:.0f} s no more than one of {one_of} goes."
+
+
 def why_move(now: Split, after: Split, worth: float, better: float) -> str:
     return f"with {after} {better:.0%} instead of {worth:.0%} with {now} are expected to meet both targets"
 

@@ -155,6 +155,8 @@ class Memory:
     """How often moves have turned to the other direction lately; each such turn counts for less as time passes."""
     needs: tuple[NeedSample, ...] = ()
     """How many workers the last steps wanted, for as long as is waited before any is taken away."""
+    at_hand: tuple[NeedSample, ...] = ()
+    """How many workers there were in the last steps, for as long."""
     needs_since: float | None = None
     """Since when they are known, without a change that was not the planner's."""
     no_start_before: float = 0.0

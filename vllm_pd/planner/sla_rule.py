@@ -26,6 +26,8 @@ _LOST = 0.5
 _LEAST_SURPRISE, _MOST_SURPRISE, _SURPRISED_S = 0.1, 0.5, 1000.0
 """Relative standard deviation of a guess beyond which no workers are started for it: as a start's seconds over these,
 within bounds."""
+_GO = 4
+"""One of so many workers may go within the time for which too many must have been there."""
 _SURE = 3
 """Steps for which workers must have been too many before one goes, where what is usual says when they are needed."""
 _WORTH_SAYING = 0.005
@@ -74,7 +76,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig, foresee: For
             answer_s=answer_s(memory),
         )
         sight = replace(sight, memory=memory)
-    target, rest_s = at_hand, _rest(memory, config)
+    enough, rest_s = at_hand, _rest(memory, config)
     if config.mode is Mode.SCALE:
         late = _then(far, memory, pace, config, most)
         reasons.append(explain.ahead(far, late_s))
@@ -95,7 +97,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig, foresee: For
                 usual = [_then(other, memory, pace, config, most, _WARY) for other in others]
                 kept = max(kept, *(_least(each, config).total for each in usual))
         if view.queue is not None:
-            memory = _remember_need(memory, kept, config)
+            memory = _remember_need(memory, kept, at_hand, config)
             sight = replace(sight, memory=memory)
         reasons.append(explain.need(need, sight.total, config))
         numbers["workers_needed"] = float(need.total)
@@ -106,7 +108,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig, foresee: For
         elif view.queue is None:
             held_back.append("Nobody is taken away: what waits for prefill is not known.")
         elif not sight.starting:
-            target = min(at_hand, max(_enough(memory, rest_s, config, at_hand), config.min_workers))
+            enough = min(at_hand, max(_enough(memory, rest_s, config, at_hand), config.min_workers))
     if at_hand >= 2:
         wanted = best_split(soon, at_hand)
         reasons.append(explain.splits(now, wanted, either, soon))
@@ -116,8 +118,8 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig, foresee: For
             coming = Counter(sight.starting)
             coming.update({action.role: action.count for action in actions if isinstance(action, AddAction)})
             actions += _move(sight, now, wanted, present, either, soon, coming, config, held_back)
-    if target < at_hand and not actions:
-        actions += _remove(sight, present, either, soon, target, rest_s, config, held_back)
+    if enough < at_hand and not actions:
+        actions += _remove(sight, present, either, soon, enough, rest_s, config, held_back)
     reasons += held_back
     verdict = explain.verdict(actions, now, soon, sight, held_back)
     return Decision(memory, tuple(actions), verdict, tuple(reasons), numbers)
@@ -154,11 +156,22 @@ def _least(outlook: Outlook, config: PlannerConfig) -> Need:
     return least_total(outlook, config, config.min_workers, config.max_workers)
 
 
-def _remember_need(memory: Memory, workers: int, config: PlannerConfig) -> Memory:
-    oldest = memory.clock - _rest(memory, config)
-    kept = tuple(each for each in memory.needs if each.at >= oldest)
+def _remember_need(memory: Memory, workers: int, at_hand: int, config: PlannerConfig) -> Memory:
+    def grown(samples: tuple[NeedSample, ...], newest: int) -> tuple[NeedSample, ...]:
+        oldest = memory.clock - _rest(memory, config)
+        return (*(each for each in samples if each.at >= oldest), NeedSample(memory.clock, newest))
+
     since = memory.clock if memory.needs_since is None else memory.needs_since
-    return replace(memory, needs=(*kept, NeedSample(memory.clock, workers)), needs_since=since)
+    return replace(
+        memory, needs=grown(memory.needs, workers), at_hand=grown(memory.at_hand, at_hand), needs_since=since
+    )
+
+
+def _stay(memory: Memory, rest_s: float, at_hand: int) -> int:
+    """How many stay for now, however few would be enough: what is too few shows in what is missed, and that takes
+    time."""
+    most = max((each.workers for each in memory.at_hand if each.at >= memory.clock - rest_s), default=at_hand)
+    return most - max(1, most // _GO)
 
 
 def _rest(memory: Memory, config: PlannerConfig) -> float:
@@ -271,13 +284,19 @@ def _remove(
     present: Split,
     either: int,
     soon: Outlook,
-    target: int,
+    enough: int,
     rest_s: float,
     config: PlannerConfig,
     held_back: list[str],
 ) -> list[Action]:
-    surplus = present.total + either - target
-    why = f"for {rest_s:.0f} s {target} workers would have been enough"
+    at_hand = present.total + either
+    stay = _stay(sight.memory, rest_s, at_hand)
+    if stay >= at_hand:
+        held_back.append(explain.gradually(enough, rest_s, _GO))
+        return []
+    target = max(enough, stay)
+    surplus = at_hand - target
+    why = f"for {rest_s:.0f} s {enough} workers would have been enough"
     if not present.total:
         return list(removals(sight, Role.BOTH, surplus, why, config))
     if target < 2:

@@ -192,6 +192,22 @@ def test_growing_traffic_starts_workers_before_it_is_too_late_and_idle_ones_go()
     assert len(world.workers) == SCALE.min_workers
 
 
+def test_idle_workers_go_by_and_by_so_that_what_is_missed_tells_when_it_was_enough() -> None:
+    world = steady(Load(0.2), 8, 8)
+    config = replace(SCALE, max_workers=16)
+    there = [(0.0, 16)]
+    memory, why = Memory(), set[str]()
+    for _ in range(120):
+        plans, memory = world.run(config, 1, memory)
+        there.append((plans[0].at_s, len(world.workers) - sum(isinstance(a, RemoveAction) for a in plans[0].actions)))
+        why |= {reason for reason in plans[0].reasons if "no more than one of" in reason}
+    assert there[-1][1] == 2, "the last ones go as well"
+    for at_s, count in there:
+        before = max(others for when, others in there if at_s - config.remove_after_s <= when <= at_s)
+        assert before - count <= max(1, before // 4)
+    assert "2 workers would be enough, but within 120 s no more than one of 4 goes." in why
+
+
 @pytest.mark.parametrize(("startup_s", "stays_s"), [(None, 120.0), (20.0, 120.0), (400.0, 400.0)])
 def test_workers_stay_as_long_as_the_starts_of_those_that_are_there_took(
     startup_s: float | None, stays_s: float

@@ -186,7 +186,7 @@ SLOW = PlannerConfig(Mode.SCALE, ttft_s=1.0, itl_s=0.05, min_workers=2, max_work
 def known() -> tuple[World, list[Plan], Memory]:
     """A planner of load that returns every twenty minutes, while it falls for the third time."""
     world = World(lambda t: Load(6.0 + 4.0 * math.sin(math.tau * t / 1200.0)), 6, 6, start_s=150.0, noise=False)
-    return world, *world.run(SLOW, 285)
+    return world, *world.run(SLOW, 295)
 
 
 def removed(plans: list[Plan]) -> dict[float, str]:
