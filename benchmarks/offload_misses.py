@@ -3,9 +3,12 @@
 The first is throughput of prompts that nobody asked for before, which tiers can only be in the way of: a server without
 them, one with ours, and those of the peers are all up, those that are not asked are stopped (SIGSTOP), and they take
 turns in rounds whose order rotates. What a batch leaves to be written is written before the next one's turn: not in
-the batch's time, as it would not be in a user's, but in its processor time. The second is TTFT of prompts of many
-lengths, computed, from host memory and from the disk, with a gate that loads whatever it costs; beside it is what the
-same server's gate would have decided.
+the batch's time, as it would not be in a user's, but in its processor time. To see one percent in wall-clock time takes
+hundreds of turns on a small machine with neighbours. A few show what tiers add to the scheduler's thread, which here
+computes in turn with the model, and to all threads beside those two.
+
+The second is TTFT of prompts of many lengths, computed, from host memory and from the disk, with a gate that loads
+whatever it costs; beside it is what the same server's gate would have decided.
 """
 
 from __future__ import annotations
@@ -82,6 +85,8 @@ def _throughput(
     batch, rounds = (QUICK_BATCH, QUICK_ROUNDS) if quick else (BATCH, ROUNDS)
     taken: dict[str, list[float]] = {name: [] for name in systems}
     worked: dict[str, list[float]] = {name: [] for name in systems}
+    scheduled: dict[str, list[float]] = {name: [] for name in systems}
+    beside: dict[str, list[float]] = {name: [] for name in systems}
     written: dict[str, list[int]] = {name: [] for name in systems}
     # Host memory is filled once, by pages that the kernel has to provide, and then turned over for ever.
     filling = SIZES.memory // (TOKENS * token_bytes) + AT_ONCE
@@ -99,10 +104,12 @@ def _throughput(
             sides[name].wake()
             # A moment to catch up with their clocks.
             time.sleep(SETTLE_S)
-            cpu, disk = system.cpu_seconds(), system.disk_bytes()[1]
+            cpu, own, disk = system.cpu_seconds(), system.own_cpu_seconds(), system.disk_bytes()[1]
             taken[name].append(_batch(system.url, [prompt(rng, TOKENS) for _ in range(batch)]))
             _settle(system)
             worked[name].append(system.cpu_seconds() - cpu)
+            for kind, now, then in zip((scheduled, beside), system.own_cpu_seconds(), own, strict=True):
+                kind[name].append(now - then)
             written[name].append(system.disk_bytes()[1] - disk)
             if loaded := system.loaded_tokens():
                 raise SystemExit(f"{name}: {loaded:.0f} tokens of new prompts came from the tiers.")
@@ -121,6 +128,8 @@ def _throughput(
             f"over {NOTHING} p50": over[name],
             "interval of p50": "{:.3f}-{:.3f}".format(*median_interval(ratios[name])),
             "CPU ms a prompt": round(statistics.median(worked[name]) / batch * 1e3, 1),
+            "scheduler ms a prompt": round(statistics.median(scheduled[name]) / batch * 1e3, 2),
+            "beside ms a prompt": round(statistics.median(beside[name]) / batch * 1e3, 2),
             "MB to disk a prompt": round(statistics.median(written[name]) / batch / 1e6, 2),
         }
         for name, seconds in taken.items()

@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 DTYPE = "float32"
 """The same sizes on every machine: without AVX-512 bfloat16 is emulated."""
+_ENGINE, _SCHEDULER = "VLLM::", "VLLM::Engine"
+"""How vLLM names its engine's processes: the scheduler's, and those that compute."""
 CALM_S = 0.6
 SETTLE_DEADLINE_S = 60.0
 
@@ -92,6 +94,22 @@ class System:
             with contextlib.suppress(OSError):
                 seconds += cpu_seconds(pid)
         return seconds
+
+    def own_cpu_seconds(self) -> tuple[float, float]:
+        """On a processor in the engine's scheduler, which on the CPU platform computes in turn with the model, and in
+        all threads but that one and the model's own."""
+        scheduler = others = 0.0
+        for pid in _members(self.groups):
+            with contextlib.suppress(OSError):
+                process = Path(f"/proc/{pid}")
+                name = (process / "comm").read_text().strip()
+                for thread in (process / "task").iterdir():
+                    seconds = int((thread / "schedstat").read_text().split()[0]) / 1e9
+                    if thread.name != str(pid) or not name.startswith(_ENGINE):
+                        others += seconds
+                    elif name.startswith(_SCHEDULER):
+                        scheduler += seconds
+        return scheduler, others
 
     def settle(self) -> None:
         """Wait until what was computed last has arrived on the disk: nothing more is written for a moment."""
