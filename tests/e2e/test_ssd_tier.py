@@ -114,6 +114,11 @@ def test_five_hundred_answers_equal_those_of_a_server_without_tiers(
         dying = serve(tmp_path / f"death {death}", folder, block_bytes=block_bytes, ssd=ssd)
         # Of other prompts, so that there is something to write.
         with dying as server, _asking(server, others):
+            # The first one is not to die before it wrote anything: a first step may take seconds.
+            deadline = time.monotonic() + 60
+            while not death and not server.metrics().value("vllm_pd_ssd_written_blocks_total"):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
             time.sleep(draw.uniform(0.2, 3.0))
             die(server)
     with serve(tmp_path / "after", folder, block_bytes=block_bytes, ssd=ssd) as server:
