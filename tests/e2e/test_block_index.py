@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
-from tests.e2e import prompts
+from tests.e2e import prompts, wait
 from tests.e2e.ask import Endpoint, Prompt
 from tests.e2e.conftest import BLOCK, LEASE_S, MODEL
 from vllm_pd.block_hash import KEY_BYTES, BlockHasher
@@ -20,6 +20,7 @@ from vllm_pd.state import Holder, Role, Tier, WorkerState, open_block_index, ope
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SOON_S = 30.0
+until = partial(wait.until, seconds=SOON_S)
 KV_BLOCKS = 192
 """Of `tiny_cluster`; one of them is never used."""
 Held = dict[bytes, int]
@@ -82,14 +83,6 @@ def held(cluster: LocalCluster, state: WorkerState | None = None) -> Held | None
 
 def on(tier: Tier, blocks: Held | None) -> set[bytes]:
     return {key for key, bits in (blocks or {}).items() if bits & tier}
-
-
-def until(condition: Callable[[], bool], shown: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"it did not happen in time: {shown()}")
-        time.sleep(0.05)
 
 
 def reset(worker: LocalWorker, *, below: bool = False) -> None:

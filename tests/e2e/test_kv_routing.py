@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e import wait
 from tests.e2e.ask import Endpoint
 from tests.e2e.conftest import BLOCK, MODEL, WORKER_IN_ENGINE, tiny_cluster
 from vllm_pd.graph.local import DEFAULT_START_DEADLINE_S, LocalCluster, LocalWorker
@@ -19,6 +20,7 @@ from vllm_pd.graph.local import DEFAULT_START_DEADLINE_S, LocalCluster, LocalWor
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SOON_S = 30.0
+until = partial(wait.until, seconds=SOON_S)
 TURNS = 8
 EXPLAIN = {"x-vllm-pd-explain": "1"}
 CHAT = "/v1/chat/completions"
@@ -36,14 +38,6 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with made:
         yield made
     assert not made.left, f"the cluster left behind: {made.left}"
-
-
-def until(condition: Callable[[], bool], shown: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"it did not happen in time: {shown()}")
-        time.sleep(0.05)
 
 
 def hits(worker: LocalWorker) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from tests.e2e import prompts
+from tests.e2e import prompts, wait
 from tests.e2e.ask import Answer, Endpoint, Prompt, compare
 from tests.e2e.conftest import BLOCK, MODEL
 from vllm_pd.graph.local import LocalCluster, LocalWorker
@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SETTLE_S = 40.0
 """Longer than the lease under which a prefill worker keeps blocks that nobody fetched."""
+eventually = partial(wait.eventually, seconds=SETTLE_S)
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +37,6 @@ def computed(worker: LocalWorker) -> float:
 
 def kv_usage(worker: LocalWorker) -> float:
     return worker.metrics().value("vllm:kv_cache_usage_perc")
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + SETTLE_S
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def check(wanted: list[Answer], got: list[Answer], all_prompts: list[Prompt], report: Callable[..., None]) -> None:

@@ -12,16 +12,17 @@ import json
 import signal
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.e2e import prompts
+from tests.e2e import prompts, wait
 from tests.e2e.ask import Endpoint
 from tests.e2e.conftest import MODEL, WORKER_IN_ENGINE, tiny_cluster
 from tests.e2e.test_worker_loss import PREFILL_LEG, computed
@@ -36,6 +37,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 LEASE_S = 300.0
 SOON_S = 60.0
 """Far below the lease: what is free by then was let go."""
+eventually = partial(wait.eventually, seconds=SOON_S)
 IDLE_S = 20.0
 """An idle engine has been seen to make a step after half a minute, whatever the reason."""
 TRIES = 40
@@ -100,21 +102,12 @@ class Client:
             return False
 
 
-def eventually(holds: Callable[[], bool], seconds: float = SOON_S) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def usage(worker: LocalWorker) -> float:
     return worker.metrics().value("vllm:kv_cache_usage_perc")
 
 
 def is_free(worker: LocalWorker, seconds: float = SOON_S) -> None:
-    assert eventually(lambda: usage(worker) == 0, seconds), (
+    assert eventually(lambda: usage(worker) == 0, seconds=seconds), (
         f"{worker.name} still uses {usage(worker):.1%} of its blocks"
     )
 

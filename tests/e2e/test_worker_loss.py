@@ -9,12 +9,12 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.e2e import prompts
+from tests.e2e import prompts, wait
 from tests.e2e.ask import Endpoint, Prompt
 from tests.e2e.conftest import BLOCK, LEASE_S, MODEL
 from vllm_pd.graph.local import LocalCluster, LocalWorker
@@ -22,6 +22,7 @@ from vllm_pd.graph.local import LocalCluster, LocalWorker
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SOON_S = 60.0
+eventually = partial(wait.eventually, seconds=SOON_S)
 PREFILL_LEG = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
@@ -42,15 +43,6 @@ def ready(cluster: LocalCluster) -> tuple[int, dict[str, Any]]:
 
 def listed(cluster: LocalCluster) -> set[str]:
     return {worker["url"] for worker in ready(cluster)[1]["workers"]}
-
-
-def eventually(holds: Callable[[], bool], seconds: float = SOON_S) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def computed(worker: LocalWorker) -> float:
@@ -75,7 +67,7 @@ def test_a_killed_prefill_worker_leaves_within_its_lease_and_serves_again_after_
 
     prefill.process.kill()
     assert router.ask(question("before")).text == wanted, "nobody noticed the death yet, and the answer still comes"
-    assert eventually(lambda: listed(cluster) == {decode.url}, LEASE_S + SOON_S)
+    assert eventually(lambda: listed(cluster) == {decode.url}, seconds=LEASE_S + SOON_S)
     before = bypassed(cluster, "no_prefill_worker")
     assert len(router.ask(question("meanwhile")).steps) == 12
     assert bypassed(cluster, "no_prefill_worker") == before + 1
@@ -93,7 +85,7 @@ def test_without_a_decode_worker_the_router_says_so_and_recovers(cluster: LocalC
     prefill, decode = cluster.worker("prefill-0"), cluster.worker("decode-0")
     wanted = router.ask(question("decode")).text
     decode.process.kill()
-    assert eventually(lambda: ready(cluster)[0] == 503, LEASE_S + SOON_S)
+    assert eventually(lambda: ready(cluster)[0] == 503, seconds=LEASE_S + SOON_S)
     status, page = ready(cluster)
     assert status == 503 and "decode" in page["reason"]
     assert eventually(lambda: listed(cluster) == {prefill.url})
