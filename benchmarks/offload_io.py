@@ -369,15 +369,16 @@ def _layer(folder: Path, load: Load, turns: int, raw: dict[str, float]) -> list[
             os.sync()
     for io in backends:
         io.close()
+    speed_of = {key: statistics.median(each) for key, each in speeds.items()}
     return [
         {
             "block KiB": load.block_bytes // KIB,
             "op": op,
             "backend": name,
-            "GB/s": round(statistics.median(each), 2),
-            "share of raw": round(statistics.median(each) / raw[op], 2),
+            "GB/s": round(speed, 2),
+            "share of raw": round(speed / raw[op], 2),
         }
-        for (name, op), each in sorted(speeds.items(), key=lambda item: item[0][1], reverse=True)
+        for (name, op), speed in sorted(speed_of.items(), key=lambda item: item[0][1], reverse=True)
     ]
 
 

@@ -13,6 +13,7 @@ whatever it costs; beside it is what the same server's gate would have decided.
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 import statistics
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Target, median_interval, progress, scratch_folder
-from benchmarks.offload_peers import DTYPE, NOTHING, OURS, Sizes, System, installed, running
+from benchmarks.offload_peers import DTYPE, NOTHING, OURS, CpuSeconds, Sizes, System, installed, running
 from benchmarks.offload_ttft import COLD, DISK, MEMORY, came_from
 from benchmarks.pd_ttft import SETTLE_S, Side, prompt, time_to_first_token
 from scripts.models import tiny_model_dir
@@ -84,9 +85,7 @@ def _throughput(
     rng = random.Random(3)
     batch, rounds = (QUICK_BATCH, QUICK_ROUNDS) if quick else (BATCH, ROUNDS)
     taken: dict[str, list[float]] = {name: [] for name in systems}
-    worked: dict[str, list[float]] = {name: [] for name in systems}
-    scheduled: dict[str, list[float]] = {name: [] for name in systems}
-    beside: dict[str, list[float]] = {name: [] for name in systems}
+    worked: dict[str, list[CpuSeconds]] = {name: [] for name in systems}
     written: dict[str, list[int]] = {name: [] for name in systems}
     # Host memory is filled once, by pages that the kernel has to provide, and then turned over for ever.
     filling = SIZES.memory // (TOKENS * token_bytes) + AT_ONCE
@@ -104,12 +103,10 @@ def _throughput(
             sides[name].wake()
             # A moment to catch up with their clocks.
             time.sleep(SETTLE_S)
-            cpu, own, disk = system.cpu_seconds(), system.own_cpu_seconds(), system.disk_bytes()[1]
+            cpu, disk = system.cpu_seconds(), system.disk_bytes()[1]
             taken[name].append(_batch(system.url, [prompt(rng, TOKENS) for _ in range(batch)]))
             _settle(system)
-            worked[name].append(system.cpu_seconds() - cpu)
-            for kind, now, then in zip((scheduled, beside), system.own_cpu_seconds(), own, strict=True):
-                kind[name].append(now - then)
+            worked[name].append(CpuSeconds(*map(operator.sub, system.cpu_seconds(), cpu)))
             written[name].append(system.disk_bytes()[1] - disk)
             if loaded := system.loaded_tokens():
                 raise SystemExit(f"{name}: {loaded:.0f} tokens of new prompts came from the tiers.")
@@ -127,9 +124,9 @@ def _throughput(
             "tokens/s max": round(batch * TOKENS / min(seconds)),
             f"over {NOTHING} p50": over[name],
             "interval of p50": "{:.3f}-{:.3f}".format(*median_interval(ratios[name])),
-            "CPU ms a prompt": round(statistics.median(worked[name]) / batch * 1e3, 1),
-            "scheduler ms a prompt": round(statistics.median(scheduled[name]) / batch * 1e3, 2),
-            "beside ms a prompt": round(statistics.median(beside[name]) / batch * 1e3, 2),
+            "CPU ms a prompt": round(statistics.median(each.total for each in worked[name]) / batch * 1e3, 1),
+            "scheduler ms a prompt": round(statistics.median(each.scheduler for each in worked[name]) / batch * 1e3, 2),
+            "beside ms a prompt": round(statistics.median(each.beside for each in worked[name]) / batch * 1e3, 2),
             "MB to disk a prompt": round(statistics.median(written[name]) / batch / 1e6, 2),
         }
         for name, seconds in taken.items()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -29,7 +29,7 @@ GIB = 1 << 30
 DTYPE = "float32"
 """The same sizes on every machine: without AVX-512 bfloat16 is emulated."""
 _ENGINE, _SCHEDULER = "VLLM::", "VLLM::Engine"
-"""How vLLM names its engine's processes: the scheduler's, and those that compute."""
+"""How vLLM names its engine's processes, those that compute and the scheduler's, and the latter alone."""
 CALM_S = 0.6
 SETTLE_DEADLINE_S = 60.0
 
@@ -49,6 +49,19 @@ class Sizes:
     block_tokens: int
     gpu_blocks: int
     max_model_len: int
+
+
+class CpuSeconds(NamedTuple):
+    """What processes have used, by threads.
+
+    Attributes:
+        scheduler: the engine's, which on the CPU platform computes in turn with the model.
+        beside: all but that one and the model's own; those that have ended included.
+    """
+
+    total: float
+    scheduler: float
+    beside: float
 
 
 @dataclass(slots=True)
@@ -87,29 +100,20 @@ class System:
                 read, written = read + int(values["read_bytes"]), written + int(values["write_bytes"])
         return read, written
 
-    def cpu_seconds(self) -> float:
+    def cpu_seconds(self) -> CpuSeconds:
         """Of the processes that it has now."""
-        seconds = 0.0
+        total = scheduler = model = 0.0
         for pid in _members(self.groups):
             with contextlib.suppress(OSError):
-                seconds += cpu_seconds(pid)
-        return seconds
-
-    def own_cpu_seconds(self) -> tuple[float, float]:
-        """On a processor in the engine's scheduler, which on the CPU platform computes in turn with the model, and in
-        all threads but that one and the model's own."""
-        scheduler = others = 0.0
-        for pid in _members(self.groups):
-            with contextlib.suppress(OSError):
-                process = Path(f"/proc/{pid}")
-                name = (process / "comm").read_text().strip()
-                for thread in (process / "task").iterdir():
-                    seconds = int((thread / "schedstat").read_text().split()[0]) / 1e9
-                    if thread.name != str(pid) or not name.startswith(_ENGINE):
-                        others += seconds
-                    elif name.startswith(_SCHEDULER):
-                        scheduler += seconds
-        return scheduler, others
+                total += cpu_seconds(pid)
+                name = Path(f"/proc/{pid}/comm").read_text()
+                if name.startswith(_ENGINE):
+                    main = int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+                    if name.startswith(_SCHEDULER):
+                        scheduler += main
+                    else:
+                        model += main
+        return CpuSeconds(total, scheduler, total - scheduler - model)
 
     def settle(self) -> None:
         """Wait until what was computed last has arrived on the disk: nothing more is written for a moment."""

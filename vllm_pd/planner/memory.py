@@ -108,6 +108,8 @@ class NeedSample:
 
     at: float
     workers: int
+    at_hand: int = 0
+    """How many there were; 0 in what a planner remembered that did not ask yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +157,6 @@ class Memory:
     """How often moves have turned to the other direction lately; each such turn counts for less as time passes."""
     needs: tuple[NeedSample, ...] = ()
     """How many workers the last steps wanted, for as long as is waited before any is taken away."""
-    at_hand: tuple[NeedSample, ...] = ()
-    """How many workers there were in the last steps, for as long."""
     needs_since: float | None = None
     """Since when they are known, without a change that was not the planner's."""
     no_start_before: float = 0.0

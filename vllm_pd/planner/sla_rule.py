@@ -119,7 +119,7 @@ def by_targets(view: PoolView, sight: Sight, config: PlannerConfig, foresee: For
             coming.update({action.role: action.count for action in actions if isinstance(action, AddAction)})
             actions += _move(sight, now, wanted, present, either, soon, coming, config, held_back)
     if enough < at_hand and not actions:
-        actions += _remove(sight, present, either, soon, enough, rest_s, config, held_back)
+        actions += _remove(sight, present, at_hand, soon, enough, rest_s, config, held_back)
     reasons += held_back
     verdict = explain.verdict(actions, now, soon, sight, held_back)
     return Decision(memory, tuple(actions), verdict, tuple(reasons), numbers)
@@ -157,20 +157,19 @@ def _least(outlook: Outlook, config: PlannerConfig) -> Need:
 
 
 def _remember_need(memory: Memory, workers: int, at_hand: int, config: PlannerConfig) -> Memory:
-    def grown(samples: tuple[NeedSample, ...], newest: int) -> tuple[NeedSample, ...]:
-        oldest = memory.clock - _rest(memory, config)
-        return (*(each for each in samples if each.at >= oldest), NeedSample(memory.clock, newest))
-
+    kept = _lately(memory, _rest(memory, config))
     since = memory.clock if memory.needs_since is None else memory.needs_since
-    return replace(
-        memory, needs=grown(memory.needs, workers), at_hand=grown(memory.at_hand, at_hand), needs_since=since
-    )
+    return replace(memory, needs=(*kept, NeedSample(memory.clock, workers, at_hand)), needs_since=since)
 
 
-def _stay(memory: Memory, rest_s: float, at_hand: int) -> int:
+def _lately(memory: Memory, seconds: float) -> list[NeedSample]:
+    return [each for each in memory.needs if each.at >= memory.clock - seconds]
+
+
+def _stay(memory: Memory, rest_s: float) -> int:
     """How many stay for now, however few would be enough: what is too few shows in what is missed, and that takes
     time."""
-    most = max((each.workers for each in memory.at_hand if each.at >= memory.clock - rest_s), default=at_hand)
+    most = max(each.at_hand for each in _lately(memory, rest_s))
     return most - max(1, most // _GO)
 
 
@@ -185,7 +184,7 @@ def _enough(memory: Memory, rest_s: float, config: PlannerConfig, at_hand: int) 
     """The most that was wanted in the last seconds; all that are there for a while after others have changed them."""
     if memory.needs_since is None or memory.clock - memory.needs_since < _rest(memory, config):
         return at_hand
-    return max(each.workers for each in memory.needs if each.at >= memory.clock - rest_s)
+    return max(each.workers for each in _lately(memory, rest_s))
 
 
 def _lacking(sight: Sight, late: Outlook, need: Need, config: PlannerConfig) -> dict[Role, int]:
@@ -282,15 +281,14 @@ def _move(
 def _remove(
     sight: Sight,
     present: Split,
-    either: int,
+    at_hand: int,
     soon: Outlook,
     enough: int,
     rest_s: float,
     config: PlannerConfig,
     held_back: list[str],
 ) -> list[Action]:
-    at_hand = present.total + either
-    stay = _stay(sight.memory, rest_s, at_hand)
+    stay = _stay(sight.memory, rest_s)
     if stay >= at_hand:
         held_back.append(explain.gradually(enough, rest_s, _GO))
         return []

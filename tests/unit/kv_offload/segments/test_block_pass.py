@@ -18,6 +18,7 @@ from vllm_pd.kv_offload.segments.block_pass import DONE, IN_MEMORY, REFUSED, UNR
 from vllm_pd.kv_offload.segments.gate import Gate, _compiled
 
 PAGE = 4096
+PREAD = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_ssize_t)
 KEYS = [b"one", b"two", b"three"]
 SEEDS = checksum.seeds(b"n" * 32, KEYS)
 
@@ -125,7 +126,7 @@ def test_a_run_that_cannot_be_read_is_unread_and_the_others_are_not_lost(file: i
 def test_a_read_goes_on_where_less_came_than_was_asked_for(file: int) -> None:
     asked: list[tuple[int, int]] = []
 
-    @ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_ssize_t)
+    @PREAD
     def page_by_page(fd: int, address: int, length: int, offset: int) -> int:
         asked.append((length, offset))
         return os.preadv(fd, [(ctypes.c_ubyte * PAGE).from_address(address)], offset)
@@ -173,7 +174,7 @@ class Long:
     def run(self) -> tuple[int, int]:
         """Its sum and its state."""
 
-        @ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_ssize_t)
+        @PREAD
         def pread(fd: int, address: int, length: int, offset: int) -> int:
             self.asked.append(length)
             if (answer := self.before_read(offset)) is not None:
