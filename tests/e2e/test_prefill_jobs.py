@@ -190,7 +190,7 @@ def test_a_worker_that_is_stopped_ends_what_it_has_and_leaves_the_rest(router: R
         claimed = {job.id for job in router.jobs() if job.claimant}
         worker.process.terminate()
         assert eventually(lambda: not router.registered())
-    assert eventually(lambda: not worker.process.is_running, 2 * SOON_S)
+    assert eventually(lambda: not worker.process.is_running, seconds=2 * SOON_S)
     router.listen()
     waiting = {job.id: job for job in router.jobs()}
     done = {name for name in names if name in router.results}

@@ -122,7 +122,7 @@ def test_five_hundred_answers_equal_those_of_a_server_without_tiers(
         with dying as server, _asking(server, others):
             if not death:
                 # The first one is not to die before it wrote anything: a first step may take seconds.
-                assert eventually(partial(wrote, server), 60)
+                assert eventually(partial(wrote, server), seconds=60)
             time.sleep(draw.uniform(0.2, 3.0))
             die(server)
     with serve(tmp_path / "after", folder, block_bytes=block_bytes, ssd=ssd) as server:

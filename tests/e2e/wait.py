@@ -10,7 +10,7 @@ import pytest
 _LOOK_S = 0.05
 
 
-def eventually(holds: Callable[[], bool], seconds: float) -> bool:
+def eventually(holds: Callable[[], bool], *, seconds: float) -> bool:
     """Whether it does within so many seconds."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -20,7 +20,7 @@ def eventually(holds: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def until(condition: Callable[[], bool], shown: Callable[[], object], seconds: float) -> None:
+def until(condition: Callable[[], bool], shown: Callable[[], object], *, seconds: float) -> None:
     """The test fails, and says what there is instead, if it does not hold within so many seconds."""
-    if not eventually(condition, seconds):
+    if not eventually(condition, seconds=seconds):
         pytest.fail(f"it did not happen in time: {shown()}")
