@@ -16,6 +16,7 @@ ROOMS = {
     "vllm_pd.routing.policies": "vllm_pd/routing/policies",
     "vllm_pd.sim": "vllm_pd/sim",
     "vllm_pd.state": "vllm_pd/state",
+    "vllm_pd.vllm_compat": "vllm_pd/vllm_compat",
     "vllm_pd.connectors": "connectors",
     "vllm_pd.kv_offload": "kv_offload",
     "vllm_pd.kv_offload.block_io": "kv_offload/block_io",

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from vllm_pd.vllm_compat import OffloadingConfig, current_platform, vllm_version
+from vllm_pd.vllm_compat import OffloadingConfig, current_platform
+from vllm_pd.vllm_compat.version import vllm_version
 
 _NAME_DIGITS = 16
 

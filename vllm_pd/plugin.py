@@ -17,6 +17,7 @@ from vllm_pd import vllm_compat as compat
 from vllm_pd.errors import PDError, UnsupportedVLLMError
 from vllm_pd.lmcache_options import CONNECTOR as LMCACHE
 from vllm_pd.settings import CONNECTOR
+from vllm_pd.vllm_compat.version import version_warning, vllm_version
 
 logger = logging.getLogger("vllm.vllm_pd")
 """Below vLLM's own logger, whose handlers and level it shares."""
@@ -107,7 +108,7 @@ def _activate(engine_args: Any, args: Any) -> None:
     settings = serve_flags.resolve(engine_args, args)
     if settings is None:
         return
-    if warning := compat.version_warning(compat.vllm_version()):
+    if warning := version_warning(vllm_version()):
         logger.warning("%s", warning)
     from vllm_pd import worker_setup
 

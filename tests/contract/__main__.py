@@ -18,7 +18,8 @@ from tests.contract.checker import Violation, check_all
 from tests.contract.rooms import check_rooms, optional_news, tree_with
 from tests.contract.source import SourceView
 from tests.contract.wheel import WheelUnavailable, source_of
-from vllm_pd.vllm_compat import INTERNALS, version_warning, vllm_version
+from vllm_pd.vllm_compat import INTERNALS
+from vllm_pd.vllm_compat.version import version_warning, vllm_version
 
 
 @dataclass(frozen=True, slots=True)

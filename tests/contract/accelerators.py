@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_pd.vllm_compat import Internal
+from vllm_pd.vllm_compat.internal import Internal
 
 _WHY = "tells how many workers share this host's memory; asked of current_platform, never on the CPU platform"
 

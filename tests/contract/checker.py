@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tests.contract.shapes import Member, Missing, Thing, refusal
-from vllm_pd.vllm_compat import Internal, supported_text
+from vllm_pd.vllm_compat.internal import Internal
+from vllm_pd.vllm_compat.version import supported_text
 
 
 class View(Protocol):

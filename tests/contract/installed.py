@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.contract.class_scan import scan_class
 from tests.contract.shapes import Kind, Member, Missing, Parameter, Signature, Thing
-from vllm_pd.vllm_compat import vllm_version
+from vllm_pd.vllm_compat.version import vllm_version
 
 _KINDS = {
     inspect.Parameter.POSITIONAL_ONLY: Kind.POSITIONAL,

@@ -14,7 +14,8 @@ from tests.contract.checker import Violation
 from tests.contract.shapes import Member, override_refusal
 from tests.contract.source import ClassSource, SourceTree
 from tests.contract.uses import Use, uses_of_class, uses_of_module
-from vllm_pd.vllm_compat import INTERNALS, supported_text
+from vllm_pd.vllm_compat import INTERNALS
+from vllm_pd.vllm_compat.version import supported_text
 
 REPOSITORY = Path(__file__).parents[2]
 

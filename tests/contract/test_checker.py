@@ -9,7 +9,7 @@ import pytest
 from tests.contract.checker import check, parse_member
 from tests.contract.shapes import Missing, Thing
 from tests.contract.source import SourceTree, SourceView
-from vllm_pd.vllm_compat import Internal
+from vllm_pd.vllm_compat.internal import Internal
 
 WHY = "the test uses it"
 TAIL = f", which vllm-pd needs ({WHY}); vllm-pd supports vLLM 0.32 or 0.33."

@@ -17,7 +17,8 @@ from tests.contract.rooms import REPOSITORY, check_rooms, tree_with
 from tests.contract.source import SourceTree, SourceView
 from tests.contract.wheel import CACHE
 from vllm_pd import vllm_compat
-from vllm_pd.vllm_compat import INTERNALS, Internal
+from vllm_pd.vllm_compat import INTERNALS
+from vllm_pd.vllm_compat.internal import Internal
 
 pytestmark = pytest.mark.vllm
 

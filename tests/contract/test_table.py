@@ -13,7 +13,9 @@ from tests.contract.rooms import COMPAT, ROOMS
 from tests.contract.source import SourceTree
 from vllm_pd import vllm_compat as compat
 from vllm_pd.errors import UnsupportedVLLMError
-from vllm_pd.vllm_compat import INTERNALS, Internal, version_warning
+from vllm_pd.vllm_compat import INTERNALS
+from vllm_pd.vllm_compat.internal import Internal
+from vllm_pd.vllm_compat.version import version_warning, vllm_version
 
 OURS = SourceTree(ROOMS)
 BY_ALIAS = {entry.alias: entry for entry in INTERNALS}
@@ -90,7 +92,7 @@ def test_internal_that_vllm_lacks_is_named_with_the_supported_versions(
     with pytest.raises(UnsupportedVLLMError) as raised:
         _ = compat.Gone
     assert str(raised.value) == (
-        f"vLLM {compat.vllm_version()} has no {module}.{name}, which vllm-pd needs (the test asks for it); "
+        f"vLLM {vllm_version()} has no {module}.{name}, which vllm-pd needs (the test asks for it); "
         "install vLLM 0.32 or 0.33."
     )
 

@@ -29,6 +29,7 @@ from vllm_pd.agent.tokenizer_files import served_tokenizer_files
 from vllm_pd.graph.proc_tree import own_age_s
 from vllm_pd.state.base import WorkerRecord
 from vllm_pd.state.open_registry import open_block_index, open_prefill_queue, open_registry, open_roles
+from vllm_pd.vllm_compat.version import vllm_version
 
 logger = logging.getLogger("vllm.vllm_pd")
 
@@ -82,14 +83,14 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
     """What this API server registers and publishes, from its own settings and a started engine's configuration."""
     model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
     rank = max(0, vllm_config.parallel_config._api_process_rank)
-    vllm_version = compat.vllm_version()
+    vllm = vllm_version()
     url = config.url()
     prefill = _prefill_spec(config, vllm_config, engines)
     answers = answer_defaults(model)
     record = WorkerRecord(
         id=worker_id(url),
         epoch=new_epoch(),
-        pool=pool_spec(vllm_config, vllm_version, os.environ.get("PYTHONHASHSEED", "")),
+        pool=pool_spec(vllm_config, vllm, os.environ.get("PYTHONHASHSEED", "")),
         url=url,
         role=config.role,
         models=(config.models or (str(model.model),)) + config.loras,
@@ -111,7 +112,7 @@ def agent_spec(config: RuntimeConfig, vllm_config: Any, engines: int) -> AgentSp
         answer_cap=answers.answer_cap,
         default_answer_limit=answers.default_answer_limit,
         penalises_answers=answers.penalises_answers,
-        versions={"vllm": vllm_version, "vllm-pd": __version__},
+        versions={"vllm": vllm, "vllm-pd": __version__},
     )
     return AgentSpec(
         store=config.store,

@@ -68,7 +68,7 @@ def main() -> None:
     # Whatever vLLM and its libraries print goes to stderr.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from vllm_pd.vllm_compat import vllm_version
+    from vllm_pd.vllm_compat.version import vllm_version
 
     with answer:
         json.dump({"version": vllm_version(), "problems": problems(json.load(sys.stdin))}, answer)

@@ -25,6 +25,7 @@ from vllm_pd.agent.runtime import RuntimeConfig  # noqa: E402
 from vllm_pd.agent.tokenizer_files import Rendering  # noqa: E402
 from vllm_pd.graph.embedded_store import EmbeddedStore  # noqa: E402
 from vllm_pd.state import Role  # noqa: E402
+from vllm_pd.vllm_compat.version import vllm_version  # noqa: E402
 
 
 class Health(http.server.BaseHTTPRequestHandler):
@@ -129,7 +130,7 @@ def test_the_worker_appears_with_the_engine_and_goes_before_the_engine_client(
     assert (record.engine_id, record.nixl_host, record.nixl_port) == ("engine-1", "127.0.0.1", 5600)
     assert (record.dp_size, record.kv_blocks, record.max_model_len) == (2, 256, 2048)
     assert record.pool.model == str(tiny_model)
-    assert record.versions["vllm"] == compat.vllm_version()
+    assert record.versions["vllm"] == vllm_version()
 
     stats = compat.SchedulerStats(
         num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.5
